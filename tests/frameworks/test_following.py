@@ -140,17 +140,30 @@ def test_an_option_of_another_name_is_used_and_a_switch_is_none(tmp_path: Path) 
         ("output_dir=f'{args.output_dir}/{args.name}'", "--output_dir /ckpts", None),
         ("output_dir=str(args.base)", "--base /ckpts", "/ckpts"),
         ("output_dir=Path(args.base)", "--base /ckpts", "/ckpts"),
+        ("output_dir=computed", "--base /ckpts", None),
+        ("output_dir=changed", "--base /ckpts", None),
+        ("output_dir=through", "--base /ckpts", None),
+        ("output_dir=plain", "--base /ckpts", "/ckpts"),
+        ("output_dir=word", "", "results"),
+        ("output_dir=sometimes", "", None),
     ],
 )
 def test_a_directory_that_the_script_computes_from_an_option_is_not_known(
     tmp_path: Path, given: str, command: str, expected: str | None
 ) -> None:
     declared = "".join(f"parser.add_argument('--{name}')\n" for name in ("base", "name", "output_dir"))
+    declared += (
+        "computed = os.path.join(args.base, args.name)\n"
+        "changed = args.base\nchanged += '/run7'\n"
+        "base = args.base\nthrough = f'{base}/run7'\n"
+        "plain = str(args.base)\nword = 'results'\n"
+        "sometimes = 'results'\nsometimes = os.path.join(sometimes, 'run7')\n"
+    )
 
     found = seen(tmp_path, f"{TRAINER}{declared}TrainingArguments({given})", f"python train.py {command}")
 
     assert found is not None
-    assert found.directory == (None if expected is None else Path(expected)), found.where
+    assert found.directory == (None if expected is None else tmp_path / expected), found.where
 
 
 @pytest.mark.parametrize(
@@ -196,6 +209,55 @@ def test_a_resume_argument_that_the_script_would_not_read_is_not_appended(
 
     assert found is not None
     assert (found.appended, found.resume) == (False, ""), found.resume
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "conda run -n trl python train.py",
+        "conda run -n trl torchrun --nproc-per-node 2 train.py",
+        "conda run --name trl accelerate launch train.py",
+        "srun --job-name axolotl python train.py",
+        "srun -J deepspeed accelerate launch train.py",
+        "docker run trl python train.py",
+    ],
+)
+def test_the_name_of_an_environment_is_no_framework(tmp_path: Path, command: str) -> None:
+    found = seen(tmp_path, "import lightning\n", command)
+
+    assert found is not None
+    assert found.framework == "lightning", found.why
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "expected"),
+    [
+        ("import deepspeed\n", "deepspeed train.py", (False, "", False)),
+        ("import deepspeed\nconfig = {'checkpoint': {'load_universal': True}}\n", "deepspeed train.py",
+         (True, "", False)),
+        ("import deepspeed\np.add_argument('--universal-checkpoint', action='store_true')\n", "deepspeed train.py",
+         (True, "--universal-checkpoint", True)),
+        ("import deepspeed\np.add_argument('--universal-checkpoint', action='store_true')\n",
+         "deepspeed train.py --universal-checkpoint", (True, "", False)),
+    ],
+)  # fmt: skip
+def test_a_script_that_loads_universal_checkpoints_is_found(
+    tmp_path: Path, text: str, command: str, expected: tuple[bool, str, bool]
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    assert found is not None
+    assert (found.converted, found.converted_option, found.appended) == expected
+    assert found.resume == ""
+
+
+def test_the_bar_of_a_trainer_is_known_by_its_last_step(tmp_path: Path) -> None:
+    found = seen(tmp_path, PARSED, "python train.py --output_dir o --max_steps 300")
+    assert found is not None
+    assert r"/300 \[" in found.step_line
+    found = seen(tmp_path, PARSED, "python train.py --output_dir o")
+    assert found is not None
+    assert found.step_line == ""
 
 
 def test_the_setting_names_the_directory_and_what_is_in_it_shows_the_framework(tmp_path: Path) -> None:

@@ -94,6 +94,43 @@ def test_a_layout_is_recognised_and_its_newest_checkpoint_is_verified(
     assert out.count("complete, not yet verified") == 2
 
 
+SAME_WORLD = {
+    "huggingface-deepspeed",
+    "deepspeed-1",
+    "deepspeed-3",
+    "deepspeed-pipeline",
+    "deepspeed-experts",
+    "megatron-legacy",
+    "automodel",
+    "automodel-safetensors",
+    "torch-checkpointing",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_checkpoint_says_which_numbers_of_ranks_can_resume_from_it(
+    name: str, built: Callable[[str], Path], command: Command
+) -> None:
+    expected = "no" if name in SAME_WORLD else "yes"
+
+    rows = json.loads(command("ls", built(name), "--json")[1])["steps"]
+
+    assert [row["may_change_world"] for row in rows] == [expected] * 2
+    assert rows[0]["world_size"] is None or name != "deepspeed-pipeline", "a pipeline's stages are not counted"
+    _, out, _ = command("ls", "-v", built(name))
+    assert out.count("as many ranks as saved it" if expected == "no" else "any number of ranks") == 2
+
+
+def test_the_loader_of_torchtitan_needs_as_many_ranks(command: Command, tmp_path: Path) -> None:
+    state = {"model": {"a": layouts.tensor()}, "optimizer": {"a": layouts.tensor()}, "train_state": {"step": 1}}
+    loader = {"dp_rank_0": b"state", "dp_rank_1": b"state", "world_size": 2}
+    layouts.save_dcp(tmp_path / "step-1", {**state, "dataloader": loader})
+
+    [row] = json.loads(command("ls", tmp_path, "--json")[1])["steps"]
+
+    assert (row["state"], row["may_change_world"]) == ("complete", "no")
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_without_any_one_of_its_files_the_checkpoint_before_is_chosen(
     name: str, built: Callable[[str], Path], command: Command, tmp_path: Path

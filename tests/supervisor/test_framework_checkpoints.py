@@ -21,6 +21,7 @@ from stepkeeper.core import events as on
 from stepkeeper.frameworks import choosing
 from stepkeeper.frameworks.adapters.generic import Generic
 from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.loop_tools import Clock
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import checkpoints as acts
@@ -207,6 +208,41 @@ def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path
     assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=20)
 
 
+def test_a_zero_checkpoint_needs_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
+    case = Case(tmp_path, framework="deepspeed", patterns=None, world_change=WorldChange.NO)
+    assert case.choose().same_world, "the first save of a script that shrank could not be resumed on all nodes"
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    path = layouts.deepspeed(2)(case.root, 10)
+
+    event = case.choose()
+
+    assert (event.directory, event.same_world) == (str(path), True)
+    with structlog.testing.capture_logs() as said:
+        case.foreign.say_world(event.directory, 2)
+        case.foreign.say_world(None, 3)
+        assert not said
+        case.foreign.say_world(event.directory, 3)
+    [warning] = said
+    assert (warning["event"], warning["saved_by"], warning["ranks"]) == ("framework_world_changed", 2, 3)
+    assert "universal" in warning["why"]
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_universal_checkpoint_is_chosen_where_the_script_loads_such_ones(tmp_path: Path, takes: object) -> None:
+    option = "--universal-checkpoint" if takes else ""
+    case = Case(tmp_path, framework="deepspeed", patterns=None, converted=takes, converted_option=option)
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    plain = layouts.deepspeed(2)(case.root, 10)
+    universal = layouts.deepspeed_universal(case.root, 10)
+
+    event = case.choose()
+
+    assert (event.directory, event.same_world) == (str(universal if takes else plain), not takes)
+    assert case.foreign.arguments(event.directory) == ((option,) if takes else ())
+
+
 @pytest.mark.parametrize(
     ("said", "code", "finished"),
     [
@@ -263,6 +299,19 @@ def test_0_is_no_end_where_the_checkpoints_cannot_be_read(tmp_path: Path, monkey
     monkeypatch.setattr(module, "flags", lambda: ["-c", "import os; os.abort()"])
 
     assert case.foreign.end(0, resumed_from=None) == End(target=30)
+    assert case.foreign.end(1, resumed_from=None) == End()
+
+
+def test_0_is_no_end_where_neither_checkpoints_nor_a_last_step_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, ends_at_target=True)
+
+    assert case.foreign.end(0, resumed_from=None) == End(unproven=True)  # nothing was written at all
+    case.step(20)
+    assert case.foreign.end(0, resumed_from=None) == End(step=20)
+    monkeypatch.setattr(module, "flags", lambda: ["-c", "import os; os.abort()"])
+    assert case.foreign.end(0, resumed_from=None) == End(unproven=True)
     assert case.foreign.end(1, resumed_from=None) == End()
 
 

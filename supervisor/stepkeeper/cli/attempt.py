@@ -118,6 +118,9 @@ def say_framework(found: Following | None, command: Sequence[str], settings: Run
     )
     if found.directory is None:
         log.warning("framework_directory_unknown", framework=found.framework, why=found.where)
+    elif not found.resume and not found.has_arguments:
+        why = "this framework has no resume argument: have the script read STEPKEEPER_RESUME_FROM"
+        log.warning("framework_cannot_resume", framework=found.framework, why=why)
     elif not (found.resume or settings.resume_argument or cmd.has_place(command)):
         log.warning(
             "framework_cannot_resume",

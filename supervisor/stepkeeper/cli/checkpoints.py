@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import checkpoints_foreign, checkpoints_repair, checkpoints_tiers, checkpoints_upkeep, printing
+from stepkeeper.cli import (
+    checkpoints_export,
+    checkpoints_foreign,
+    checkpoints_repair,
+    checkpoints_tiers,
+    checkpoints_upkeep,
+    printing,
+)
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import history, reading
@@ -49,6 +56,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
     listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    listing.add_argument(
+        "-v", "--verbose", action="store_true", help="also say which numbers of ranks can resume from each"
+    )
     listing.set_defaults(execute=list_steps)
     verify = below.add_parser(
         "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False
@@ -84,7 +94,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         checkpoints_foreign.add(command)
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_keeping(below)
-    checkpoints_upkeep.add_export(below)
+    checkpoints_export.add(below)
     checkpoints_tiers.add(below)
 
 

@@ -12,7 +12,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import choosing, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
-from stepkeeper.frameworks.framework import Step, quoted
+from stepkeeper.frameworks.framework import Step, WorldChange, quoted
 from stepkeeper.frameworks.recognise import AUTO, Finding
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
@@ -92,7 +92,7 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
     if not judged:
         printing.say(f"{root}: no checkpoint of it")
         return ExitCode.FINISHED
-    table = [("CHECKPOINT", "STEP", "SIZE", "WORLD", "STATE")]
+    table = [("CHECKPOINT", "STEP", "SIZE", "WORLD", *(("RESUMES ON",) if arguments.verbose else ()), "STATE")]
     for each in judged:
         row = row_of(each, root)
         problem = f": {_first(each.problems)}" if each.problems else ""
@@ -103,6 +103,7 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
                 "-" if each.number is None else str(each.number),
                 "-" if size is None else printing.size(size),
                 "-" if world is None else str(world),
+                *((_or_dash(each.world_change),) if arguments.verbose else ()),
                 f"{each.state.value}{problem}",
             )
         )
@@ -209,6 +210,7 @@ def row_of(judged: Judged, root: Path) -> dict[str, Any]:
         "problems": list(judged.problems),
         "notes": list(judged.notes),
         "finished": judged.finished,
+        "may_change_world": None if judged.world_change is None else judged.world_change.name.lower(),
         "bytes_read": deep.bytes_read if deep is not None else 0,
         "bytes_known": deep.bytes_known if deep is not None else 0,
         "resume": {"arguments": list(resume.arguments), "how": resume.how} if resume is not None else None,
@@ -226,6 +228,10 @@ def _read(judged: Judged) -> str:
         return " (no data were read)"
     known = f", {printing.size(judged.deep.bytes_known)} unchanged since" if judged.deep.bytes_known else ""
     return f" ({printing.size(judged.deep.bytes_read)} read{known})"
+
+
+def _or_dash(change: WorldChange | None) -> str:
+    return "-" if change is None else change.value
 
 
 def _first(problems: tuple[str, ...]) -> str:

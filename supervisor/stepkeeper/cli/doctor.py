@@ -9,14 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper.cli import attempt, printing
+from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor import rules, site, visible
+from stepkeeper.doctor import rules, script, site, visible
 from stepkeeper.doctor.site import Finding, Level
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks import following
 from stepkeeper.run_store import find
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
+from stepkeeper.submit import own_script
 from stepkeeper.submit.plan import METRICS_NAME, measure
 
 WIDTH = 110
@@ -39,6 +42,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--run-dir", metavar="DIR", type=Path, help="try what saves need on this directory's storage")
     command.add_argument("--all", action="store_true", help="show what is in order too")
     command.add_argument("--json", action="store_true", help="one JSON document")
+    command.add_argument(
+        "--command",
+        nargs=argparse.REMAINDER,
+        metavar="CMD ARGS...",
+        help="also say what a run would know of this command, which goes last: framework, notices, resume argument",
+    )
     command.set_defaults(execute=execute)
 
 
@@ -53,6 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
         hint = f"; this is a container ({inside}): look from the host" if inside in rules.SEALED else ""
         raise StepkeeperError(f"{error}{hint}", ExitCode.NO_SLURM) from error
     found = rules.examine(here)
+    found += _script(tuple(arguments.command or ()))
     if arguments.run_dir is not None:
         found = sorted([*found, *_storage(arguments.run_dir)], key=lambda finding: -finding.level.weight)
     if arguments.json:
@@ -76,6 +86,20 @@ def _measured(run: str | None) -> float | None:
         return None
     directory = find.find(run, os.environ)
     return measure(directory.journal, directory.path / METRICS_NAME).persist_s
+
+
+def _script(command: tuple[str, ...]) -> list[Finding]:
+    if not command:
+        return []
+    config = resolve.gather({}, os.environ).resolve()
+    settings = config.settings
+    return script.examine(
+        attempt.following(command, config),
+        command,
+        attach=settings.attach,
+        resume_argument=settings.resume_argument,
+        ours=following.uses_ours(own_script.training(command, Path.cwd())),
+    )
 
 
 def _storage(directory: Path) -> list[Finding]:

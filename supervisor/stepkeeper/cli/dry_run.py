@@ -203,7 +203,11 @@ def _resume_of_framework(following: Following) -> tuple[str | None, tuple[str, .
     if following.directory is None:
         return None, None, ()
     question = Question(
-        framework=following.framework, root=str(following.directory), patterns=following.patterns, deep=False
+        framework=following.framework,
+        root=str(following.directory),
+        patterns=following.patterns,
+        deep=False,
+        converted=following.converted,
     )
     try:
         found = answer(question)
@@ -212,7 +216,7 @@ def _resume_of_framework(following: Following) -> tuple[str | None, tuple[str, .
     passed = tuple(f"{each.name}: {each.problem}" for each in found.passed)
     if found.newest is None:
         return None, None, passed
-    return found.newest.directory, following.renamed(found.newest.arguments), passed
+    return found.newest.directory, following.arguments(found.newest), passed
 
 
 def _shown(following: Following) -> str:

@@ -37,9 +37,12 @@ from stepkeeper.core.state import (
 def places(state: State) -> tuple[str, ...]:
     """Return the nodes of the next launch, in the allocation's order; none where too few are left.
 
-    Nodes of the launch before come first, spares fill up.
+    Nodes of the launch before come first, spares fill up.  Where no other number of ranks than that of the save can
+    resume from the checkpoint, a launch has as many nodes as the one before.
     """
     wanted = state.nodes.wanted
+    if state.resume.same_world and state.launch.nodes:
+        wanted = len(state.launch.nodes)
     if len(state.nodes.usable) < wanted:
         wanted = _fewer(state, len(state.nodes.usable))
     again = [node for node in state.launch.nodes if node in state.nodes.usable][:wanted]
@@ -56,7 +59,7 @@ def without_nodes(state: State, left: Collection[str]) -> State:
 
 def _fewer(state: State, left: int) -> int:
     """Return how many of so many nodes a smaller launch has; 0 where it may not be so small."""
-    if not 0 < state.nodes.min <= left:
+    if state.resume.same_world or not 0 < state.nodes.min <= left:
         return 0
     return largest(state.nodes.counts, state.nodes.min, left)
 
@@ -75,7 +78,13 @@ def largest(counts: Sequence[int], least: int, most: int) -> int:
 def room(state: State) -> NodesLeft:
     """Tell how many nodes are left, and how many a launch needs."""
     counts = state.nodes.counts
-    return NodesLeft(usable=len(state.nodes.usable), wanted=state.nodes.wanted, least=state.nodes.min, counts=counts)
+    return NodesLeft(
+        usable=len(state.nodes.usable),
+        wanted=state.nodes.wanted,
+        least=state.nodes.min,
+        counts=counts,
+        same_world=state.resume.same_world,
+    )
 
 
 replace = msgspec.structs.replace

@@ -76,6 +76,9 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"spare nodes: {_all(nodes)}"
         case r.LaunchRefused(error=error):
             return f"the training step could not be started: {error}"
+        case r.NodesLeft(usable=usable, wanted=wanted, same_world=True):
+            enough = f"{usable} usable nodes are left of the allocation, and a launch wants {wanted}"
+            return f"{enough}: its checkpoint needs as many ranks as saved it"
         case r.NodesLeft(usable=usable, wanted=wanted, least=least, counts=counts):
             fewest = f", and at least {least}" if least else ""
             of = f" (one of {', '.join(map(str, counts))})" if counts else ""
@@ -170,6 +173,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.EndedBeforeTarget(step=step, target=target):
             newest = "it has no whole checkpoint" if step is None else f"its newest whole checkpoint is of step {step}"
             return f"the command ended with 0 before the last step, {target}: {newest}"
+        case r.EndUnproven():
+            return "the command ended with 0, which alone is no success here, and no checkpoint shows the end"
         case r.CommandGaveUp():
             return "the command ended with 93, and must not be started again"
         case r.StepFailed(code=code, error=error):

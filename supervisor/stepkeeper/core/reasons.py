@@ -124,6 +124,7 @@ class NodesLeft(_Reason, frozen=True, kw_only=True):
     wanted: int
     least: int = 0  # 0: it may not shrink
     counts: tuple[int, ...] = ()
+    same_world: bool = False  # the checkpoint can be resumed by as many ranks as saved it alone
 
 
 # --- storage --------------------------------------------------------------------------------------
@@ -335,6 +336,10 @@ class EndedBeforeTarget(_Reason, frozen=True, kw_only=True):
 
     target: int  # the last step
     step: int | None = None  # of the newest checkpoint; None: there is none
+
+
+class EndUnproven(_Reason, frozen=True, kw_only=True):
+    """The command ended with 0, which its framework also does on an error, and no checkpoint shows the end."""
 
 
 class CommandGaveUp(_Reason, frozen=True, kw_only=True):
@@ -1012,6 +1017,7 @@ Reason = (
     | OutcomeMissing
     | CommandEnded
     | EndedBeforeTarget
+    | EndUnproven
     | CommandGaveUp
     | StepFailed
     | RanksEndedSilently

@@ -53,7 +53,8 @@ def _start_s(state: State, policy: Policy) -> float:
 
 def look_at_start(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """No word of the trainer library, and none from any launch before: tell what the ranks do, and end nothing."""
-    if state.silence.looking or not policy.hang_watch or state.baseline.start_s or not all_ready(state):
+    known = bool(state.baseline.start_s) or state.launch.step is not None  # by what it prints
+    if state.silence.looking or not policy.hang_watch or known or not all_ready(state):
         return Decision(state, (), why)
     return _look(state, at, policy, why)
 
@@ -69,14 +70,15 @@ def on_silence(state: State, at: float, policy: Policy) -> Decision:
     launch = state.launch
     # that has a deadline of its own
     unborn = not launch.library_seen and state.identity.wrapped and not launch.all_tasks_started
+    starting = not launch.library_seen and launch.step is None
     if unborn or not all_ready(state):  # words may be lost with the watchers, whose deadline runs
         return Decision(_wait_on(state, at, policy))
-    return _look(state, at, policy, (because.Silent(step=launch.step, starting=not launch.library_seen),))
+    return _look(state, at, policy, (because.Silent(step=launch.step, starting=starting),))
 
 
 def _only_tells(state: State) -> bool:
     """Tell whether the script may have no trainer library at all."""
-    return not state.launch.library_seen and not state.baseline.start_s
+    return not state.launch.library_seen and state.launch.step is None and not state.baseline.start_s
 
 
 def _not_watched(state: State) -> State:
@@ -119,6 +121,8 @@ def _look_again(state: State, at: float) -> State:
 def _wait_on(state: State, at: float, policy: Policy) -> State:
     saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving) if state.launch.library_seen else _start_s(state, policy)
+    if not state.launch.library_seen and state.launch.step is not None:
+        allowed = policy.hang_most_s  # by what it prints
     hang_at = at + min(state.silence.patience, PATIENCE_MAX) * allowed
     return replace(state, silence=replace(state.silence, early_s=0.0)).beside(Timer.HANG, hang_at)
 

@@ -32,6 +32,7 @@ from stepkeeper.core.recovery import past, settle
 from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import (
+    Blame,
     Budgets,
     BusStatus,
     Choice,
@@ -178,7 +179,13 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
     progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
-    resume = replace(state.resume, choice=Choice.CHOSEN, directory=event.directory, step=event.step)
+    resume = replace(
+        state.resume,
+        choice=Choice.CHOSEN,
+        directory=event.directory,
+        step=event.step,
+        same_world=event.same_world,
+    )
     state = replace(state, resume=resume)
     if progressed:
         tried = past(state.budgets.tried, event.step)
@@ -194,6 +201,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     why += back
     if event.skipped:
         why += (because.StepsPassedOver(steps=tuple((each.directory, each.problem) for each in event.skipped)),)
+    if not places(state):  # the nodes that are left would have shrunk the launch, which this checkpoint does not allow
+        plan = Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE)
+        return stop(state, event.at, plan, policy)
     if state.failure is not None and state.failure.judged is not None:
         return settle(state, event.at, state.failure.judged, why, policy)
     if state.failure is None and state.launch.number and state.budgets.failures >= policy.failures_max:

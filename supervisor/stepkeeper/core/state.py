@@ -292,6 +292,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     went_back: bool = False  # to an older step, and nothing is committed since: what a tier has newer must not return
     skipped_data: tuple[SkippedData, ...] = ()  # of steps at which the loss went wrong; carried over
+    same_world: bool = False  # no other number of ranks can resume from it
 
     @property
     def chosen(self) -> bool:

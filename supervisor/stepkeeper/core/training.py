@@ -28,7 +28,7 @@ from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive, save_seconds, step_seconds
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
-from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State, Timer
+from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, Silence, State, Timer
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -102,6 +102,8 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     """A step was completed."""
     if not state.launch.runs(event.launch):
         return Decision(state)
+    if event.printed:
+        return Decision(_printed(state, event, policy))
     state, seconds = step_seconds(state, event.step_seconds)
     pace = step_taken(state.pace, seconds) if seconds is not None else state.pace
     state = _heard(state)
@@ -109,6 +111,14 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
     return Decision(watched.state, (*paced.effects, *watched.effects), paced.why + watched.why)
+
+
+def _printed(state: State, event: on.Progressed, policy: Policy) -> State:
+    """A script without the library printed a later step; of its saves nothing is known, so silence may last long."""
+    if state.launch.library_seen or state.phase is not Phase.TRAINING:
+        return state
+    state = replace(state, launch=replace(state.launch, step=event.step), silence=Silence())
+    return state.beside(Timer.HANG, event.at + policy.hang_most_s if policy.hang_watch else None)
 
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
@@ -324,7 +334,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
 
 
 def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
-    if not state.launch.library_seen and event.code == 0 and event.target is None:
+    if not state.launch.library_seen and event.code == 0 and event.target is None and not event.unproven:
         why: Why = (because.CommandEnded(),)
         plan = Plan(next=Next.END, why=why, code=ExitCode.FINISHED)
         if state.identity.wrapped:
@@ -344,6 +354,8 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
         how = (because.RanksLeftAlone(),)
     elif event.target is not None:
         how = (because.EndedBeforeTarget(step=event.step, target=event.target),)
+    elif event.unproven:
+        how = (because.EndUnproven(),)
     elif event.code == 0:
         how = (because.RanksEndedSilently(),)
     elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:

@@ -17,6 +17,7 @@ from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import choosing, recognise
 from stepkeeper.frameworks.adapters.generic import Generic
 from stepkeeper.frameworks.choosing import How, Judged
+from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper_trainer.formats.reading import Reading
 
 
@@ -38,6 +39,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float | None = None
     below_step: int | None = None  # only older ones count
     left_out: tuple[Seen, ...] = ()  # that do not count
+    converted: bool = False  # the script loads those that were made of others
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,9 @@ class Newest(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]  # that resume from it
     how: str  # for people
     bytes_read: int
+    ranks: int | None = None  # that saved it, where that is known
+    world_change: WorldChange = WorldChange.YES
+    converted: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +90,8 @@ def answer(question: Question) -> Answer:
     beyond: list[Seen] = []
 
     def left_out(each: Judged) -> bool:
+        if each.contents is not None and each.contents.converted and not question.converted:
+            return True
         seen = _seen(each)
         if question.below_step is None or (each.number is not None and each.number < question.below_step):
             return seen in question.left_out
@@ -109,14 +116,19 @@ def _seen(each: Judged) -> Seen:
 
 
 def _newest(chosen: Judged) -> Newest:
+    contents = chosen.contents
+    assert contents is not None, "one that is complete"
     return Newest(
         directory=str(chosen.step.path),
         step=chosen.number,
-        target=chosen.contents.target if chosen.contents is not None else None,
+        target=contents.target,
         finished=chosen.finished,
         arguments=chosen.resume.arguments if chosen.resume is not None else (),
         how=chosen.resume.how if chosen.resume is not None else "",
         bytes_read=chosen.deep.bytes_read if chosen.deep is not None else 0,
+        ranks=contents.world_size,
+        world_change=chosen.world_change or WorldChange.YES,
+        converted=contents.converted,
     )
 
 

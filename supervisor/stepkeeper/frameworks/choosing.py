@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from stepkeeper.frameworks.first_sight import FirstSight
-from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, WorldChange
 from stepkeeper.frameworks.tree import TreeError
 from stepkeeper.frameworks.verify import Deep, verify
 from stepkeeper_trainer.formats.reading import Reading
@@ -47,6 +47,7 @@ class Judged:
     deep: Deep | None = None
     resume: Resume | None = None
     finished: bool | None = None
+    world_change: WorldChange | None = None
 
     @property
     def bytes(self) -> int | None:
@@ -93,7 +94,8 @@ def judge(framework: Framework, step: Step, how: How) -> Judged:
         return Judged(step, number, State.NOT_RESUMABLE, (reason,), tuple(notes), contents, deep)
     state = State.VERIFIED if how.deep else State.COMPLETE
     resume, finished = framework.resume(step, contents), framework.finished(contents)
-    return Judged(step, number, state, (), tuple(notes), contents, deep, resume, finished)
+    change = framework.may_change_world(contents)
+    return Judged(step, number, state, (), tuple(notes), contents, deep, resume, finished, change)
 
 
 def judge_all(framework: Framework, root: Path, how: How) -> list[Judged]:

@@ -10,7 +10,8 @@ import msgspec
 
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import recognise
-from stepkeeper.frameworks.framework import Framework, Writes
+from stepkeeper.frameworks.asking import Newest
+from stepkeeper.frameworks.framework import Framework, WorldChange, Writes
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
 
@@ -28,16 +29,24 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path | None  # of the checkpoints; None: it is not known
     where: str  # what shows the directory, or what would
     patterns: Patterns | None = None  # of `generic`
+    has_arguments: bool = True  # there are resume arguments, which `{resume}` in CMD stands for
     appended: bool = False  # the script takes the resume arguments at the end of its command line
     option: str = ""  # in place of the framework's own, where the script calls it otherwise
     resume: str = ""  # what shows how it is told to resume; where nothing does, what to do
     save: str = ""  # how the framework can be asked for a save
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
+    step_line: str = ""  # expression of a line that the script prints of a step, which is group 1
+    world_change: WorldChange = WorldChange.YES  # which numbers of ranks can resume from its usual checkpoints
+    converted: bool = False  # the script loads checkpoints that were made of others (Universal Checkpoint)
+    converted_option: str = ""  # by which it does so
 
-    def renamed(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        """Return resume arguments with the script's own name of their option."""
-        return (self.option, *arguments[1:]) if self.option and arguments else arguments
+    def arguments(self, newest: Newest) -> tuple[str, ...]:
+        """Return the resume arguments of a checkpoint, with the script's own name of their option."""
+        if newest.converted:
+            return (self.converted_option,) if self.converted_option else ()
+        return (self.option, *newest.arguments[1:]) if self.option and newest.arguments else newest.arguments
 
 
 def follow(
@@ -63,7 +72,7 @@ def follow(
         OSError: the directory of the setting cannot be listed.
     """
     found = named
-    if found is None and OURS in script.modules and _INTEGRATIONS not in script.modules:
+    if found is None and uses_ours(script):
         return None
     found = found or recognise.of_script(script, dict(frameworks))
     if found is None and directory is not None and (working / directory).is_dir():
@@ -73,6 +82,9 @@ def follow(
     framework = found.framework
     place, where = _directory(framework, script, directory)
     appended, option, resume = _resume(framework, script)
+    converted_option = framework.converted_option
+    if not script.takes_switch(converted_option) or script.has_option((converted_option,)):
+        converted_option = ""
     target = script.option(framework.target_options)
     return Following(
         framework=framework.name,
@@ -81,13 +93,37 @@ def follow(
         directory=None if place is None else working / place,
         where=where,
         patterns=patterns if framework.name == "generic" else None,
-        appended=appended,
+        has_arguments=framework.has_resume_arguments or bool(converted_option),
+        appended=appended or bool(converted_option),
         option=option,
         resume=resume,
         save=framework.save_door.how,
+        notice_options=framework.notice_options,
         target=int(target[0]) if target is not None and target[0].isdecimal() else None,
         ends_at_target=framework.ends_at_target,
+        step_line=_step_line(framework, script),
+        world_change=framework.world_change,
+        converted=_asks_for_converted(framework, script),
+        converted_option=converted_option,
     )
+
+
+def _step_line(framework: Framework, script: Script) -> str:
+    """Return the expression of a line of a step, with the last step in it where that needs it."""
+    if "{total}" not in framework.step_line:
+        return framework.step_line
+    said = script.option(framework.total_options)
+    known = said is not None and said[0].isascii() and said[0].isdecimal()
+    return framework.step_line.replace("{total}", said[0]) if said is not None and known else ""
+
+
+def uses_ours(script: Script) -> bool:
+    """Tell whether a script saves by our own library."""
+    return OURS in script.modules and _INTEGRATIONS not in script.modules
+
+
+def _asks_for_converted(framework: Framework, script: Script) -> bool:
+    return any(word in text for word in framework.converted_words for text in (script.text, *script.words))
 
 
 def _directory(framework: Framework, script: Script, wanted: str | None) -> tuple[str | None, str]:
@@ -108,7 +144,7 @@ def _directory(framework: Framework, script: Script, wanted: str | None) -> tupl
         texts = {each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)} or {
             text for option in script.options_given(name, calls) if (text := script.default(option))
         }
-        if len(texts) == 1:
+        if len(texts) == 1 and not any(map(script.is_computed, values)):
             return texts.pop(), f"{name} in {script.name}"
         if values:
             several = "names several" if texts else "does not say it as a text"

@@ -33,6 +33,14 @@ class Door(Enum):
     NONE = "none"
 
 
+class WorldChange(Enum):
+    """Whether another number of ranks can resume from a checkpoint."""
+
+    YES = "any number of ranks"
+    NO = "as many ranks as saved it"
+    SCRIPT = "as the script loads it"
+
+
 @dataclass(frozen=True, slots=True)
 class SaveDoor:
     """How to ask a framework for a save, and what to know about it."""
@@ -72,6 +80,8 @@ class Contents:
     keys: frozenset[str] = frozenset()  # top-level names of the state, where they were read
     not_resumable: str = ""  # why training cannot go on from it, although it is complete
     target: int | None = None  # the step at which the training ends, where the checkpoint says it
+    world_change: WorldChange | None = None  # where this one differs from the others of its framework
+    converted: bool = False  # made of another checkpoint: only a script that asks for such ones loads it
 
     def problem(self, text: str) -> None:
         """Record one thing that is wrong, once."""
@@ -131,9 +141,16 @@ class Framework(Protocol):
     save_door: SaveDoor
     writes: Writes = OWN_WRITES
     resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
+    has_resume_arguments: bool = True  # false: `resume` names none, whatever the script
     resume_keyword: str = ""  # by which a script passes it on
     target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
+    world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
+    step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step
+    total_options: tuple[str, ...] = ()  # that say the last step, for `step_line` alone
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
+    converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
+    converted_option: str = ""  # the same of a command line, without a value
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough
 
     def list_steps(self, root: Path) -> list[Step]:
@@ -163,6 +180,10 @@ class Framework(Protocol):
     def resume(self, step: Step, contents: Contents) -> Resume:
         """Return how to resume from a checkpoint."""
         ...
+
+    def may_change_world(self, contents: Contents) -> WorldChange:
+        """Return which numbers of ranks can resume from a checkpoint."""
+        return contents.world_change or self.world_change
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:  # noqa: ARG002
         """Return the files that name this checkpoint where the framework resumes from it, and what they hold then.

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import pkgutil
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,8 @@ from stepkeeper_trainer.formats.plain import read_plain
 
 AUTO, NONE = "auto", "none"
 _LAUNCHERS = ("deepspeed",)
+_INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
+_NAMING = ("-n", "--name", "-p", "--prefix", "-J", "--job-name")  # of conda, srun: an environment, a job
 # of those that a directory may look like at once, the one that builds on the others first
 _ORDER = (
     "generic",
@@ -82,14 +85,29 @@ def of_script(script: Script, frameworks: dict[str, Framework]) -> Finding | Non
 
 
 def _of_words(script: Script, frameworks: dict[str, Framework]) -> Finding | None:
-    before = list(itertools.takewhile(lambda word: not word.endswith(".py"), script.words))
-    words = script.words[: len(before) + 1]  # what follows the script are its own arguments
+    words = _program(script.words)
     names = [PurePosixPath(word).name for word in words]
     for framework in frameworks.values():
         for word in framework.commands:
             if word in names or word in words:
                 return Finding(framework, f"the command has the word {word!r}")
     return None
+
+
+def _program(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words that can name a program: up to the script, and none that an environment's tool takes.
+
+    >>> _program(("conda", "run", "-n", "trl", "python", "train.py", "--model", "axolotl"))
+    ('python', 'train.py')
+    >>> _program(("srun", "--job-name", "trl", "axolotl", "train"))
+    ('srun', '--job-name', 'axolotl', 'train')
+    """
+    before = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
+    words = words[: len(before) + 1]  # what follows the script are its own arguments
+    interpreters = [place for place, word in enumerate(words) if _INTERPRETER.fullmatch(PurePosixPath(word).name)]
+    words = words[interpreters[-1] :] if interpreters else words
+    behind = zip(words, ("", *words), strict=False)
+    return tuple(word for word, option in behind if option not in _NAMING)
 
 
 def _of_imports(script: Script, frameworks: dict[str, Framework]) -> Finding | None:

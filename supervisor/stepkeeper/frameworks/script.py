@@ -82,6 +82,12 @@ class Script:
         types = [last_name(keyword.value).lower() for keyword in call.keywords if keyword.arg == "type"]
         return None if any(name in ("int", "float") or "bool" in name for name in types) else call
 
+    def takes_switch(self, option: str) -> bool:
+        """Tell whether the script declares an option without a value."""
+        call = self._declaration(option) if option else None
+        actions = [keyword.value for keyword in call.keywords if keyword.arg == "action"] if call is not None else []
+        return any(isinstance(action, ast.Constant) and action.value == "store_true" for action in actions)
+
     def _declaration(self, option: str) -> ast.Call | None:
         for node in self.nodes:
             if not isinstance(node, ast.Call) or not node.args:
@@ -99,6 +105,41 @@ class Script:
                 found += [each.value for each in node.keywords if each.arg == keyword]
                 if last_name(node.func) in calls:
                     found += node.args[:1]
+        return [value for each in found for value in self._assigned(each)]
+
+    def _assigned(self, node: ast.expr, before: frozenset[str] = frozenset()) -> list[ast.expr]:
+        """Return what the script assigns to a variable, through other variables; else the expression itself."""
+        inner = _value(node)
+        if not isinstance(inner, ast.Name) or inner.id in before:
+            return [node]
+        values = self._assignments.get(inner.id, [])
+        return [each for value in values for each in self._assigned(value, before | {inner.id})] or [node]
+
+    @functools.cached_property
+    def _assignments(self) -> dict[str, list[ast.expr]]:
+        """Return the values of each variable; what only changes or takes apart a value counts as computed."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=targets, value=value):
+                    pass
+                case (
+                    ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value)
+                ):
+                    targets = [target]
+                case ast.AugAssign(target=target, op=operator, value=right):
+                    targets, value = [target], ast.BinOp(target, operator, right)
+                case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                    targets, value = [target], ast.List(elts=[value], ctx=ast.Load())
+                case _:
+                    continue
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(value)
+                elif isinstance(target, ast.Tuple | ast.List):
+                    parts = (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+                    for name in parts:
+                        found.setdefault(name, []).append(ast.List(elts=[value], ctx=ast.Load()))
         return found
 
     def options_given(self, keyword: str, calls: Sequence[str] = ()) -> list[str]:
@@ -114,8 +155,25 @@ class Script:
         """Tell whether the script gives calls a value by a keyword that it computes from an option."""
         wanted = _plain(option).lstrip("-")
         values = [_value(given) for given in self.given(keyword, calls)]
-        computed = [value for value in values if not _is_read(value) and not isinstance(value, ast.Name)]
-        return any(_plain(last_name(node)) == wanted for value in computed for node in ast.walk(value))
+        computed = filter(self.is_computed, values)
+        return any(self._mentions(value, wanted) for value in computed)
+
+    def _mentions(self, value: ast.expr, wanted: str, before: frozenset[str] = frozenset()) -> bool:
+        """Tell whether an expression has an option in it, or a variable whose value has."""
+        for node in ast.walk(value):
+            if _plain(last_name(node)) == wanted:
+                return True
+            if isinstance(node, ast.Name) and node.id not in before:
+                inner = self._assignments.get(node.id, [])
+                if any(self._mentions(each, wanted, before | {node.id}) for each in inner):
+                    return True
+        return False
+
+    @staticmethod
+    def is_computed(value: ast.expr) -> bool:
+        """Tell whether a value is neither a constant, nor a variable, nor `args.x`."""
+        inner = _value(value)
+        return not (isinstance(inner, ast.Constant | ast.Name) or _is_read(inner))
 
     def default(self, option: str) -> str | None:
         """Return the default of an option that the script declares, where it is a text."""

@@ -386,6 +386,8 @@ class Supervisor:
             newest=not effect.went_back,
             skipped_data=",".join(f"{each.step}:{each.steps}" for each in effect.skipped_data),
         )
+        if self.foreign is not None and (ranks := job.ranks(effect.nodes)) is not None:
+            self.foreign.say_world(effect.resume_from, ranks)
         waiting = self.standbys.variables(effect.launch, effect.nodes) if self.standbys is not None else {}
         self.launch = launch.Launch(
             job, meeting, {**self.environment, **waiting}, inbox=self.inbox, foreign=self.foreign

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 from stepkeeper_trainer.formats.plain import open_descriptor
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
     from stepkeeper_trainer.formats.metadata import Extent, Piece
 
 CHUNKS_KEPT = 6  # of 16 MiB: one file read front to back needs one, and its archive's end another
@@ -98,12 +98,16 @@ class StepBytes:
             return self._chunks[key]
         start = index * entry.chunk_bytes
         data = os.pread(self._descriptor(name, entry), min(entry.chunk_bytes, entry.bytes - start), start)
-        if xxhash.xxh3_128_hexdigest(data) != entry.chunks[index]:
-            raise StoredError(f"{self._directory / name}: bytes of chunk {index} (from byte {start}) are wrong")
+        self._compare(name, entry, index, data)
         while len(self._chunks) >= self.chunks_kept:
             self._chunks.popitem(last=False)
         self._chunks[key] = data
         return data
+
+    def _compare(self, name: str, entry: FileEntry, index: int, data: bytes) -> None:
+        if index >= len(entry.chunks) or xxhash.xxh3_128_hexdigest(data) != entry.chunks[index]:
+            start = index * entry.chunk_bytes
+            raise StoredError(f"{self._directory / name}: bytes of chunk {index} (from byte {start}) are wrong")
 
     def _descriptor(self, name: str, entry: FileEntry) -> int:
         if name not in self._descriptors:
@@ -111,12 +115,36 @@ class StepBytes:
             descriptor = open_descriptor(path, within=self._directory)
             self._descriptors[name] = descriptor
             size = os.fstat(descriptor).st_size
-            count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
-            if size != entry.bytes or len(entry.chunks) != count:
-                raise StoredError(
-                    f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks"
-                )
+            self._compare_size(path, entry, size)
         return self._descriptors[name]
+
+    def _compare_size(self, path: Path, entry: FileEntry, size: int) -> None:
+        count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
+        if size != entry.bytes or len(entry.chunks) != count:
+            raise StoredError(
+                f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks"
+            )
+
+
+class PlainBytes(StepBytes):
+    """The same of a DCP directory without a manifest, which has no digests: its caller has verified it before."""
+
+    def __init__(self, directory: Path) -> None:
+        """List the files.  Raises OSError."""
+        with os.scandir(directory) as entries:
+            sizes = {each.name: each.stat().st_size for each in entries if each.is_file(follow_symlinks=False)}
+        files = {name: FileEntry(bytes=size, xxh3_128="") for name, size in sizes.items()}
+        manifest = Manifest(step=0, tokens=0, world_size=0, created_at="", save_id="", files=files)
+        super().__init__(directory, manifest)
+        self.sizes = sizes
+
+    def _compare(self, name: str, entry: FileEntry, index: int, data: bytes) -> None:
+        if len(data) != min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes):
+            raise StoredError(f"{self._directory / name}: is shorter than it was")
+
+    def _compare_size(self, path: Path, entry: FileEntry, size: int) -> None:
+        if size != entry.bytes:
+            raise StoredError(f"{path}: has {size} bytes, and had {entry.bytes} just now: somebody writes it")
 
 
 @dataclass(frozen=True, slots=True)

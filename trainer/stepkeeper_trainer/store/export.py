@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from stepkeeper_trainer.formats import safetensors
-from stepkeeper_trainer.formats.assemble import tensor_blocks
+from stepkeeper_trainer.formats.assemble import BLOCK_BYTES, tensor_blocks
 from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
@@ -34,11 +35,18 @@ from stepkeeper_trainer.formats.metadata import (
     MetadataError,
     TensorEntry,
     check_coverage,
+    parse_guarded,
     parse_of,
 )
-from stepkeeper_trainer.formats.stored import StepBytes, StoredError
+from stepkeeper_trainer.formats.stored import PlainBytes, StepBytes, StoredError
+from stepkeeper_trainer.store.llama_names import Names, NamesError, halves
 
 PREFIX = "model."
+MODELS = ("model", "state_dict", "module")  # of FSDP scripts and Accelerate, Lightning, DDP
+# what stands beside a model whose names have no prefix
+TRAINING = frozenset(
+    ("optimizer", "optim", "state", "param_groups", "lr_scheduler", "scheduler", "dataloader", "train_state", "rng")
+)
 SHARD_BYTES_MAX = 5_000_000_000  # as `save_pretrained` has it
 CACHED_NUMBERS = 64 * 1024  # that are rounded at once
 SPARE_BYTES = 64 * 1024 * 1024  # left free on the target
@@ -62,6 +70,7 @@ class Item:
     name: str
     entry: TensorEntry
     dtype: str  # of the output
+    head_rows: int = 0  # that are put in another order together
 
     @property
     def bytes(self) -> int:
@@ -74,9 +83,14 @@ class Plan:
     """What an export writes: the tensors of each file, in the order of their data."""
 
     directory: Path
-    manifest: Manifest
+    manifest: Manifest | None  # None: a DCP directory of another program, which has no digests
     shards: tuple[tuple[Item, ...], ...]
     tied: Mapping[str, str]  # names that are left out, each with the name that their tensor has here
+    left_out: Mapping[str, int]  # what else the checkpoint holds, by the first part of its names: how many values
+
+    def open(self) -> StepBytes:
+        """Open the checkpoint.  Raises OSError."""
+        return PlainBytes(self.directory) if self.manifest is None else StepBytes(self.directory, self.manifest)
 
     @property
     def bytes(self) -> int:
@@ -100,6 +114,8 @@ def plan_export(
     dtype: str | None = None,
     shard_bytes_max: int = SHARD_BYTES_MAX,
     keep_tied: bool = False,
+    names: Names | None = None,
+    plain: bool = False,
 ) -> Plan:
     """Find out what the export of a step directory writes.  Reads its manifest and `.metadata` only.
 
@@ -110,6 +126,8 @@ def plan_export(
         shard_bytes_max: of one file; a larger tensor gets a file of its own.
         keep_tied: write tensors that the model has under several names under each of them; else under the first,
             as model hubs have it.
+        names: of the model, which are turned into Hugging Face's.
+        plain: it is a DCP directory of another program, without a manifest; the caller has verified it.
 
     Raises:
         DamagedStepError: the step directory is torn or damaged.
@@ -117,17 +135,21 @@ def plan_export(
         OSError: it cannot be read.
     """
     try:
-        manifest = read_manifest(directory)
-        contents = _contents(directory, manifest)
+        manifest = None if plain else read_manifest(directory)
+        contents = _plain_contents(directory) if manifest is None else _contents(directory, manifest)
     except (ManifestError, MetadataError, StoredError) as error:
         raise DamagedStepError(str(error)) from error
     chosen = {name: entry for name, entry in contents.tensors.items() if name.startswith(prefix) and name != prefix}
+    if not prefix:
+        chosen = {name: entry for name, entry in chosen.items() if _first(name) not in TRAINING}
     if not chosen:
         begins = sorted({name.partition(".")[0] for name in contents.tensors})
         raise ExportError(f"{directory}: no tensor's name begins with {prefix!r}; they begin with {', '.join(begins)}")
-    tied = {} if keep_tied else _tied(manifest, chosen, prefix)
+    left_out = Counter(_first(name) for name in (*contents.tensors, *contents.objects) if name not in chosen)
+    tied = {} if keep_tied or manifest is None else _tied(manifest, chosen, prefix)
     chosen = {name: entry for name, entry in chosen.items() if name.removeprefix(prefix) not in tied}
-    if problems := _uncovered(chosen, manifest):
+    sizes = _sizes(directory) if manifest is None else {name: file.bytes for name, file in manifest.files.items()}
+    if problems := check_coverage(Contents(chosen, {}, ()), sizes):
         raise DamagedStepError(f"{directory}: {'; '.join(problems)}")
     target = DTYPES[dtype] if dtype is not None else None
     items = []
@@ -135,8 +157,28 @@ def plan_export(
         if entry.dtype not in safetensors.KIND_OF:
             raise ExportError(f"{directory}: {name} is {entry.dtype}, for which safetensors has no name")
         becomes = target if target is not None and entry.dtype in safetensors.FLOATS else entry.dtype
-        items.append(Item(name.removeprefix(prefix), entry, becomes))
-    return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)), tied)
+        items += _named(name.removeprefix(prefix), entry, becomes, names)
+    return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)), tied, dict(sorted(left_out.items())))
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _named(name: str, entry: TensorEntry, dtype: str, names: Names | None) -> list[Item]:
+    """Return a tensor under its name in the output; nothing where a model computes it itself."""
+    if names is None:
+        return [Item(name, entry, dtype)]
+    try:
+        becomes = names.to_hf(name)
+    except NamesError as error:
+        raise ExportError(str(error)) from error
+    rows = names.rows_of(becomes) if becomes is not None else 0
+    if rows and (len(entry.size) != 2 or entry.size[0] % rows):  # noqa: PLR2004 - rows and columns
+        raise ExportError(
+            f"{name}: of shape {list(entry.size)}, which heads of {rows} rows do not fill: name --head-dim"
+        )
+    return [Item(becomes, entry, dtype, rows)] if becomes is not None else []
 
 
 def _tied(manifest: Manifest, chosen: dict[str, TensorEntry], prefix: str) -> dict[str, str]:
@@ -161,10 +203,33 @@ def _contents(directory: Path, manifest: Manifest) -> Contents:
         return parse_of(directory, source.read(METADATA_NAME, 0, entry.bytes))
 
 
-def _uncovered(chosen: dict[str, TensorEntry], manifest: Manifest) -> list[str]:
-    """Say which tensor cannot be read in full."""
-    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    return check_coverage(Contents(chosen, {}, ()), sizes)
+def _plain_contents(directory: Path) -> Contents:
+    with PlainBytes(directory) as source:
+        size = source.sizes.get(METADATA_NAME)
+        if size is None:
+            raise StoredError(f"{directory}: has no {METADATA_NAME}: not a directory of torch.distributed.checkpoint")
+        if size > METADATA_BYTES_MAX:
+            raise StoredError(f"{directory / METADATA_NAME}: {size} bytes is more than it can have")
+        return parse_guarded(source.read(METADATA_NAME, 0, size))
+
+
+def usual_prefix(directory: Path) -> str:
+    """Return what the names of a model begin with in a DCP directory of another program; empty: nothing.
+
+    Raises:
+        DamagedStepError: it is torn or damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        firsts = {_first(name) for name in _plain_contents(directory).tensors}
+    except (MetadataError, StoredError) as error:
+        raise DamagedStepError(str(error)) from error
+    return next((f"{name}." for name in MODELS if name in firsts and firsts <= {name, *TRAINING}), "")
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    with PlainBytes(directory) as source:
+        return source.sizes
 
 
 def _shards(items: list[Item], bytes_max: int) -> Iterator[tuple[Item, ...]]:
@@ -269,14 +334,12 @@ def _clear_leftovers(target: Path) -> None:
 
 def _write_files(plan: Plan, directory: Path, progress: Callable[[int], None]) -> Iterator[Written]:
     count = len(plan.shards)
-    about = {
-        "format": "pt",
-        "stepkeeper.step": str(plan.manifest.step),
-        "stepkeeper.save_id": plan.manifest.save_id,
-    }
+    about = {"format": "pt"}
+    if plan.manifest is not None:
+        about |= {"stepkeeper.step": str(plan.manifest.step), "stepkeeper.save_id": plan.manifest.save_id}
     homes = {}
     try:
-        with StepBytes(plan.directory, plan.manifest) as source:
+        with plan.open() as source:
             for number, shard in enumerate(plan.shards, 1):
                 name = safetensors.shard_name(number, count)
                 header = safetensors.pack_header([(item.name, item.dtype, item.entry.size) for item in shard], about)
@@ -316,9 +379,12 @@ def _shard_bytes(source: StepBytes, header: bytes, shard: Sequence[Item]) -> Ite
     yield header
     for item in shard:
         convert = _converter(item.entry.dtype, item.dtype)
+        row_bytes = item.entry.size[-1] * safetensors.ITEM_BYTES[item.entry.dtype] if item.head_rows else 0
+        head_bytes = item.head_rows * row_bytes
+        size = max(1, BLOCK_BYTES // head_bytes) * head_bytes if head_bytes else BLOCK_BYTES
         try:
-            for block in tensor_blocks(source, item.entry):
-                yield convert(block)
+            for block in tensor_blocks(source, item.entry, block_bytes=size):
+                yield convert(halves(block, row_bytes, item.head_rows) if head_bytes else block)
         except StoredError as error:
             raise StoredError(f"{item.name}: {error}") from error
 

@@ -30,7 +30,8 @@ Where each comes from, and what may be concluded from it:
     RankHello           the trainer library of any rank
     RankExited          the wrapper (`code` or `signal`); else a watcher that saw the process vanish (neither)
     Progressed, SaveBegan, CheckpointCommitted, SaveFailed, TrainingFinished, TrainingStopped
-                        the trainer library, for all ranks
+                        the trainer library, for all ranks; Progressed also what a script without it prints
+                        (`actions.log_progress`)
     Replayed            the trainer library of rank 0, from `metrics.csv`
     NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word

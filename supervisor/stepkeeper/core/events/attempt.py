@@ -104,6 +104,7 @@ class CheckpointChosen(Stamped, frozen=True, kw_only=True, tag="checkpoint_chose
     bytes_read: int = 0  # what was found right before, and is unchanged, is not read again
     seconds: float = 0.0
     readers: tuple[str, ...] = ()  # nodes that read
+    same_world: bool = False  # as many ranks as saved it can resume from it, and no other number
 
 
 class ChoiceFailed(Stamped, frozen=True, kw_only=True, tag="choice_failed"):

@@ -43,13 +43,17 @@ class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
 
 
 class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
-    """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal."""
+    """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal.
+
+    Of a script without the trainer library it is what the log of its framework shows.
+    """
 
     step: int
     tokens: int
     loss: float | None = None
     step_seconds: float | None = None
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
+    printed: bool = False  # read in what the ranks print, of a script without the trainer library
 
 
 class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
@@ -131,6 +135,7 @@ class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
     error: str = ""
     step: int | None = None  # of that checkpoint
     target: int | None = None  # the step at which training ends, where 0 before it is no end
+    unproven: bool = False  # 0 alone is no end here, and neither the last step nor a checkpoint is known
 
 
 class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):

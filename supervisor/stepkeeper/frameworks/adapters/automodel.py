@@ -14,6 +14,7 @@ from stepkeeper.frameworks.framework import (
     Resume,
     SaveDoor,
     Step,
+    WorldChange,
     Writes,
     name_matches,
     named,
@@ -73,6 +74,8 @@ class Automodel(Framework):
                 parts.add_archive(contents, name)
         for kind, found_ranks in ranks.items():
             parts.require_ranks(contents, f"{kind}/{kind}_dp_rank_R.pt", found_ranks, world_size)
+        if ranks:
+            contents.world_change = WorldChange.NO  # each rank reads its own file
         if len({frozenset(each) for each in ranks.values()}) > 1:
             contents.problem("rng/ and dataloader/ are not of the same ranks")
         if "step_scheduler.pt" in tree:

@@ -23,6 +23,7 @@ class PlainDcp(Framework):
     rule = "`.metadata`, and every piece of every tensor in a file that is long enough; the pieces cover the tensor"
     imports = ("torch.distributed.checkpoint",)
     commands = ()
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
 
     def list_steps(self, root: Path) -> list[Step]:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from stepkeeper.frameworks import inert, parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    WorldChange,
+    by_content,
+)
 from stepkeeper.frameworks.tree import Tree
 
 _TAG = re.compile(r"global_step(\d{1,18})(?:_universal)?")
@@ -47,7 +56,12 @@ class DeepSpeed(Framework):
     )
     imports = ("deepspeed",)
     commands = ("deepspeed",)
+    step_line = r"\bstep=(\d+), skipped="
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "`engine.save_checkpoint` on all ranks, in the script")
+    world_change = WorldChange.NO  # ZeRO refuses another data parallel size
+    converted_words = ("load_universal", "universal_checkpoint", "universal-checkpoint")
+    converted_option = "--universal-checkpoint"
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold states of DeepSpeed; the tag is the script's own."""
@@ -116,6 +130,7 @@ def add_engine(contents: Contents, directory: str, world_size: int | None) -> No
         contents.note(f"{main}: does not say how many ranks saved it: {data} are assumed")
     contents.world_size = data * model
     stage = facts.stage if facts.stage is not None else (1 if optim else 0)
+    contents.world_change = WorldChange.NO if stage or optim else WorldChange.YES
     wanted = [(rank, place) for rank in range(data) for place in range(model)]
     if stage:
         _require(contents, f"{below}zero_pp_rank_R_mp_rank_M_optim_states.pt", wanted, optim)
@@ -131,6 +146,7 @@ def add_engine(contents: Contents, directory: str, world_size: int | None) -> No
 def _pipeline_and_experts(contents: Contents, below: str, names: list[str]) -> None:
     layers = {(int(m[1]), int(m[2])) for name in names if (m := _LAYER.fullmatch(name))}
     if layers:
+        contents.world_size, contents.world_change = None, WorldChange.NO  # of a pipeline's stages, nothing says it
         places = range(max(place for _, place in layers) + 1)
         rows = sorted({layer for layer, _ in layers})
         _require(
@@ -179,6 +195,7 @@ def _facts(state: Any) -> _Facts:
 
 def _add_universal(contents: Contents) -> None:
     tree = contents.tree
+    contents.world_change, contents.converted = WorldChange.YES, True
     if "tmp" in tree.directories:
         contents.problem("tmp/ is there: the conversion to universal did not end")
     parts.add_archive(contents, f"{_UNIVERSAL}/optimizer_state.pt")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
 from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
 
@@ -23,6 +23,7 @@ class Generic(Framework):
     imports = ()
     commands = ()
     save_door = SaveDoor(Door.SIGNAL, "`--stop-signal`, if the script handles it")
+    world_change = WorldChange.SCRIPT
 
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
         """Trust the configuration, which names the arguments."""
@@ -57,6 +58,8 @@ class Generic(Framework):
         for pattern in self.patterns.incomplete:
             for name in fnmatch.filter([*names, *contents.tree.directories], pattern):
                 contents.problem(f"{name} is there: `incomplete` says that it must not be")
+        if self.patterns.every_rank:
+            contents.world_change = WorldChange.NO
         for pattern in self.patterns.every_rank:
             ranks = {int(found[1]) for name in names if (found := _pattern(pattern, "{rank}").fullmatch(name))}
             parts.require_ranks(contents, pattern, ranks, world_size or max(1, max(ranks, default=0) + 1))

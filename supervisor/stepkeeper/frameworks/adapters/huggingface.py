@@ -53,6 +53,8 @@ class HuggingFace(Framework):
         "llamafactory",
     )
     commands = ("axolotl", "axolotl.cli.train", "llamafactory-cli", "trl")
+    step_line = r"\b(\d+)/{total} \["
+    total_options = ("--max_steps",)  # else the bar of an evaluation looks the same
     save_door = SaveDoor(
         Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
     )

@@ -18,6 +18,7 @@ from stepkeeper.frameworks.framework import (
     Resume,
     SaveDoor,
     Step,
+    WorldChange,
     Writes,
     name_matches,
     named,
@@ -44,12 +45,14 @@ class Megatron(Framework):
     )
     imports = ("megatron.core", "megatron.training", "megatron")
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
+    step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(
         Door.SIGNAL, "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
     )
 
     writes = Writes(("--save",))
     target_options = ("--train-iters",)
+    notice_options = ("--exit-signal-handler",)
     ends_at_target = True  # it saves there; a malformed tracker ends it with 0, too
 
     def takes_resume(self, script: Script) -> bool:
@@ -70,6 +73,7 @@ class Megatron(Framework):
         contents = Contents(Tree(step.path), step.number, world_size)
         legacy = sorted(name for name in contents.tree.directories if _LEGACY.fullmatch(name))
         if legacy:
+            contents.world_change = WorldChange.NO  # of model parallel ranks; for others nobody has tried it
             add_legacy(contents, legacy)
         else:
             add_torch_dist(contents)

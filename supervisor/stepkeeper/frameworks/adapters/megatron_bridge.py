@@ -38,6 +38,7 @@ class MegatronBridge(Framework):
     rule = "as Megatron torch_dist, with `train_state.pt` and `run_config.yaml`"
     imports = ("megatron.bridge",)
     commands = ()
+    step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
 
     writes = Writes(("checkpoint.save",))

@@ -22,6 +22,7 @@ class Nemo(Framework):
     rule = "no sibling `-unfinished`; `weights/` whole as Megatron torch_dist or DCP; `context/` with its files"
     imports = ("nemo.lightning", "nemo.collections", "nemo", "nemo_run")
     commands = ("nemo",)
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALLBACK, "its PreemptionCallback saves on SIGTERM at the end of a batch")
 
     writes = Writes((), ("log_dir", "explicit_log_dir"))

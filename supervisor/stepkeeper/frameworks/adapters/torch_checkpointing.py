@@ -7,7 +7,17 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content, last_number
+from stepkeeper.frameworks.framework import (
+    Contents,
+    Door,
+    Framework,
+    Resume,
+    SaveDoor,
+    Step,
+    WorldChange,
+    by_content,
+    last_number,
+)
 from stepkeeper.frameworks.tree import Tree
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
@@ -23,7 +33,9 @@ class TorchCheckpointing(Framework):
     rule = "the final name (not `tmp_...`), and the file of each item of each rank, without a gap"
     imports = ("torch_checkpointing",)
     commands = ()
+    has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
+    world_change = WorldChange.NO  # each rank reads its own file
 
     def list_steps(self, root: Path) -> list[Step]:
         """Return the directories that hold files of items."""

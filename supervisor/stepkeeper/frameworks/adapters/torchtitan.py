@@ -13,6 +13,7 @@ from stepkeeper.frameworks.framework import (
     Resume,
     SaveDoor,
     Step,
+    WorldChange,
     Writes,
     name_matches,
     named,
@@ -23,6 +24,7 @@ from stepkeeper.frameworks.tree import Tree
 _STEP = re.compile(r"step-(\d+)")
 _FOLDER = "checkpoint"
 _NEEDED = ("train_state", "optimizer", "lr_scheduler", "dataloader")
+_LOADER = ("dataloader.world_size", "dataloader.dp_rank_")  # of its own data loader
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optimizer|optim|param_groups|state)(?:\.|$)")
 
 
@@ -34,6 +36,7 @@ class Torchtitan(Framework):
     rule = "`.metadata`, every piece of every tensor in its file; resumable: it holds optimizer and `train_state`"
     imports = ("torchtitan",)
     commands = ("torchtitan.train", "torchtitan")
+    step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
     save_door = SaveDoor(Door.CALL, "`checkpointer.save(step, last_step=...)` in its loop: no door from outside")
 
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
@@ -61,6 +64,8 @@ class Torchtitan(Framework):
             contents.not_resumable = "holds the model alone, as safetensors"
             return contents
         contents.keys = parts.add_dcp(contents)
+        if any(key.startswith(_LOADER) for key in contents.keys):  # it refuses another data parallel size
+            contents.world_change = WorldChange.NO
         if not contents.problems:
             missing = [name for name in _NEEDED[:2] if not _has(contents.keys, name)]
             if missing:

@@ -19,6 +19,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.asking import Answer, Newest, Question, Seen
 from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
@@ -29,6 +30,11 @@ READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
 _DEPTHS = (True, False)  # of a choice: whether bytes are read
+_SAME_WORLD = "resumes from a checkpoint on as many ranks as saved it: start as many, or name an older checkpoint"
+_WORLD_CHANGED = {
+    "deepspeed": "DeepSpeed resumes from a ZeRO checkpoint on as many ranks as saved it: start as many, or convert it "
+    "(`stepkeeper checkpoints export --to universal`) and have the script load the Universal Checkpoint",
+}
 Log = structlog.typing.FilteringBoundLogger
 
 
@@ -38,6 +44,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
     step: int | None = None  # of the newest whole checkpoint
     target: int | None = None  # the last step, where exit code 0 before it is no end
+    unproven: bool = False  # exit code 0 alone is no end, and nothing shows one
 
 
 class ForeignError(Exception):
@@ -64,7 +71,7 @@ class ForeignCheckpoints:
         self._inbox = inbox
         self._log = log
         self._lock = threading.Lock()
-        self._chosen: dict[str, tuple[str, ...]] = {}  # resume arguments, by directory
+        self._chosen: dict[str, Newest] = {}  # by directory
         self._target: int | None = None  # of the last choice
         self._left_out: tuple[Seen, ...] = ()  # since training went back
         self._passed: tuple[Seen, ...] | None = ()  # by the last choice; None: it read nothing
@@ -79,7 +86,22 @@ class ForeignCheckpoints:
     def arguments(self, directory: str | None) -> tuple[str, ...] | None:
         """Return the resume arguments of a checkpoint; None where it is none of these."""
         with self._lock:
-            return self._chosen.get(directory or "")
+            newest = self._chosen.get(directory or "")
+        return None if newest is None else self._following.arguments(newest)
+
+    def say_world(self, directory: str | None, ranks: int) -> None:
+        """Warn where a checkpoint cannot be resumed on so many ranks."""
+        with self._lock:
+            newest = self._chosen.get(directory or "")
+        if newest is None or newest.world_change is not WorldChange.NO or newest.ranks in (None, ranks):
+            return
+        self._log.warning(
+            "framework_world_changed",
+            checkpoint=newest.directory,
+            saved_by=newest.ranks,
+            ranks=ranks,
+            why=_WORLD_CHANGED.get(self._following.framework, f"{self._following.title} {_SAME_WORLD}"),
+        )
 
     def roll_back(self, effect: do.RollBack) -> None:
         """Leave out what is not older than a step, in this attempt; `RolledBack` comes."""
@@ -143,6 +165,7 @@ class ForeignCheckpoints:
             skipped=(*failed, *passed),
             bytes_read=newest.bytes_read if newest is not None else 0,
             seconds=time.monotonic() - began,
+            same_world=(newest or self._following).world_change is WorldChange.NO,
         )
 
     def end(self, code: int, *, resumed_from: str | None) -> End:
@@ -162,7 +185,10 @@ class ForeignCheckpoints:
             newest = self._ask(question, within_s=END_WITHIN_S).newest
         except ForeignError as error:
             self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
-            return End(target=self._known_target() if following.ends_at_target and not code else None)
+            if code or not following.ends_at_target:
+                return End()
+            last = self._known_target()
+            return End(target=last, unproven=last is None)
         step = newest.step if newest is not None else None
         target = following.target or (newest.target if newest is not None else None)
         wrote = newest is not None and newest.directory != resumed_from and passed is not None
@@ -171,6 +197,8 @@ class ForeignCheckpoints:
             if code:
                 self._log.warning("failed_after_last_step", step=step, code=code)
             return End(finished=True, step=step)
+        if not code and target is None and step is None:
+            return End(unproven=following.ends_at_target)
         if code or target is None or (step or 0) >= target:
             return End(step=step)
         if following.ends_at_target:
@@ -185,7 +213,7 @@ class ForeignCheckpoints:
     def _remember(self, newest: Newest) -> Newest:
         with self._lock:
             self._target = newest.target
-            self._chosen[newest.directory] = self._following.renamed(newest.arguments)
+            self._chosen[newest.directory] = newest
         return newest
 
     def _question(self, *, deep: bool = True, below_step: int | None = None) -> Question:
@@ -199,6 +227,7 @@ class ForeignCheckpoints:
             bytes_per_s=self._bytes_per_s,
             below_step=below_step,
             left_out=left_out,
+            converted=self._following.converted,
         )
 
     def _ask(

@@ -25,7 +25,7 @@ from stepkeeper.slurm import cmd
 from stepkeeper.slurm import launch as lines
 from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.launch import scrub_geometry
-from stepkeeper.supervisor.actions import rank_files
+from stepkeeper.supervisor.actions import log_progress, rank_files
 from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import records
@@ -71,6 +71,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def launcher(self) -> bool:
         """Whether each task starts ranks itself: one torchrun a node, ours or in CMD."""
         return self.torchrun or self.starts_ranks or cmd.kind(self.command) is cmd.Kind.LAUNCHER
+
+    def ranks(self, nodes: Sequence[str]) -> int | None:
+        """Return the ranks of a launch on so many nodes; None where CMD itself chooses their number."""
+        chosen_by_us = self.wrapped and (self.torchrun or not self.launcher)
+        return len(nodes) * self.geometry.tasks_per_node if chosen_by_us else None
 
     def tasks(self, nodes: Sequence[str]) -> int:
         """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
@@ -244,6 +249,12 @@ class Launch:
         self._foreign = foreign
         self._first_death: tuple[int | None, int | None] | None = None  # exit code and signal
         inbox.run(Part.LAUNCH, lambda: self._run(dict(environment)), name=f"launch-{meeting.launch}")
+        following = job.following
+        if following is not None and following.step_line and job.wrapped:
+            prints = log_progress.Prints([self._logs / f"{node}.log" for node in meeting.nodes], following.step_line)
+            inbox.run(
+                Part.LOG_PROGRESS, lambda: log_progress.follow(prints, meeting.launch, inbox=inbox, ended=self._ended)
+            )
 
     def note_death(self, code: int | None, number: int | None) -> None:
         """Remember how the first rank failed: by itself, or by a signal from outside."""
@@ -308,6 +319,7 @@ class Launch:
                 error=error if code else "",
                 step=end.step,
                 target=end.target,
+                unproven=end.unproven,
             )
         )
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again

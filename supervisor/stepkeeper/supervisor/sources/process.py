@@ -43,6 +43,7 @@ class Part(StrEnum):
     EVIDENCE = "evidence"
     STACKS = "stacks"
     READERS = "readers"
+    LOG_PROGRESS = "log-progress"
     STANDBYS = "standbys"
     NOTIFY = "notify"
     ANSWER = "answer"

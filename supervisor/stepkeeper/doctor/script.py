@@ -1,0 +1,117 @@
+"""What a run would know of a command: its framework, whether a notice can be answered, how it is told to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepkeeper.doctor.site import Finding, Level
+from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.slurm import cmd
+from stepkeeper_trainer.integrations import hook
+
+_PERIODIC = "at a notice the last periodic checkpoint counts: what was trained since then is trained again"
+
+
+def examine(
+    found: Following | None, command: Sequence[str], *, attach: str, resume_argument: bool | None, ours: bool
+) -> list[Finding]:
+    """Return what there is to say of a command.
+
+    Args:
+        found: the framework of its script.
+        command: as behind `stepkeeper run --`.
+        attach: the setting.
+        resume_argument: the setting.
+        ours: the script uses our own trainer library.
+    """
+    if ours:
+        means = "it saves on a notice, and resumes from what it has saved"
+        return [Finding(level=Level.OK, subject="framework", found="the script uses stepkeeper_trainer", means=means)]
+    if found is None:
+        return [
+            Finding(
+                level=Level.WARNING,
+                subject="framework",
+                found="none is recognized in the command, and no import of stepkeeper_trainer",
+                means="a run relaunches the script; it chooses no checkpoint, and passes no resume argument",
+                remedy="name it with --framework, or with --checkpoint-dir where its checkpoints are there already",
+            )
+        ]
+    return [
+        _directory(found),
+        _notice(found, command, attach),
+        _resume(found, command, setting=resume_argument),
+        _world(found),
+    ]
+
+
+def _directory(found: Following) -> Finding:
+    recognized = f"{found.title}: {found.why}"
+    if found.directory is None:
+        return Finding(
+            level=Level.WARNING,
+            subject="framework",
+            found=recognized,
+            means=f"where its checkpoints are is not known: {found.where}",
+            remedy="set --checkpoint-dir",
+        )
+    means = f"its checkpoints are in {found.directory} ({found.where})"
+    return Finding(level=Level.OK, subject="framework", found=recognized, means=means)
+
+
+def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
+    subject = "save on notice"
+    if found.framework in hook.NAMES and attach in ("auto", found.framework):
+        means = "at a notice all ranks save the framework's own checkpoint at one step, and leave together"
+        return Finding(level=Level.OK, subject=subject, found=f"--attach {attach}", means=means)
+    if found.notice_options:
+        given = [option for option in found.notice_options if option in command]
+        if given:
+            means = f"it saves by itself on the stop signal: {found.save}"
+            return Finding(level=Level.OK, subject=subject, found=given[0], means=means)
+        remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
+        return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
+    if found.framework in hook.NAMES:
+        remedy = "set --attach auto (versions: docs/frameworks.md)"
+    else:
+        remedy = f"save often enough; the script itself can save: {found.save}"
+    return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
+
+
+def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -> Finding:
+    subject, means = "resume argument", "the newest verified checkpoint is passed to the script at each launch"
+    if found.has_arguments and cmd.has_place(command):
+        place = "where {resume} stands"
+    elif setting or (setting is None and found.appended and found.resume):
+        place = f"at the end of the command ({found.resume or '--resume-argument'})"
+    elif found.resume:
+        place, means = found.resume, "the script itself takes the newest verified checkpoint"
+    else:
+        return Finding(
+            level=Level.WARNING,
+            subject=subject,
+            found="nothing shows that the script takes one",
+            means="STEPKEEPER_RESUME_FROM names the newest verified checkpoint, and the script does not read it",
+            remedy="write {resume} where it goes, set --resume-argument, or have the script read that variable"
+            if found.has_arguments
+            else "have the script read that variable: this framework has no resume argument",
+        )
+    return Finding(level=Level.OK, subject=subject, found=place, means=means)
+
+
+def _world(found: Following) -> Finding:
+    means = {
+        WorldChange.YES: "a launch may shrink to --min-nodes",
+        WorldChange.NO: "a launch keeps its number of nodes, whatever --min-nodes says",
+        WorldChange.SCRIPT: "whether a launch may shrink to --min-nodes is for the script to say",
+    }[found.world_change]
+    return Finding(
+        level=Level.NOTE if found.world_change is WorldChange.NO else Level.OK,
+        subject="ranks of a resume",
+        found=found.world_change.value,
+        means=means,
+        remedy="convert a checkpoint to Universal Checkpoint to change it (docs/frameworks.md)"
+        if found.framework == "deepspeed"
+        else "",
+    )

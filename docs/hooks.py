@@ -2,7 +2,8 @@
 """What `mkdocs build` does besides: the site's pages are the repository's files, as they are read there.
 
 A link out of `docs/` leads to the page that the site has of that file, or becomes plain text.  Drawings become part of
-their page, in its colours.  A page that would load something from elsewhere ends the build.
+their page, in its colours.  Lists and tables that repository hosts read are written as Python-Markdown reads them.
+A page that would load something from elsewhere ends the build.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<ta
 CODE = re.compile(
     r"^(?P<fence>```+|~~~+).*?^(?P=fence)|(?<!`)(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)", re.DOTALL | re.MULTILINE
 )
+ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
+INDENT = 4  # what Python-Markdown wants before the further lines of an item
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//"
     r"|<link\b(?![^>]*\brel=[\"']?(?:canonical|alternate|prev|next)\b)[^>]*\bhref=[\"']?(?:https?:)?//"
@@ -49,8 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     place = page.file.src_uri
     source = next((path for path, at in OUTSIDE.items() if at == place), f"docs/{place}")
     return "".join(
-        part if is_code else LINK.sub(lambda found: _led(found, source, place), part)
-        for part, is_code in _parts(markdown)
+        _code(part) if is_code else LINK.sub(lambda found: _led(found, source, place), part)
+        for part, is_code in _parts(_indented(markdown))
     )
 
 
@@ -65,6 +68,29 @@ def on_post_build(config: Any) -> None:
     """Lay each page's source beside it: `llms.txt` names these."""
     for path in (ROOT / "docs").rglob("*.md"):
         shutil.copyfile(path, Path(config["site_dir"]) / path.relative_to(ROOT / "docs"))
+
+
+def _indented(markdown: str) -> str:
+    lines: list[str] = []
+    offset, in_fence, is_loose = 0, False, False
+    for line in markdown.split("\n"):
+        if line.startswith("```"):
+            in_fence, offset = not in_fence, 0
+        elif not in_fence and (item := ITEM.match(line)):
+            if offset and is_loose and lines[-1]:
+                lines.append("")
+            offset, is_loose = len(item.group()), False
+        elif not line:
+            is_loose = True
+        elif not line.startswith(" " * offset):
+            offset = 0
+        is_further = bool(offset and line.startswith(" " * offset))
+        lines.append(" " * INDENT + line[offset:] if is_further else line)
+    return "\n".join(lines)
+
+
+def _code(part: str) -> str:
+    return part if part.startswith(("```", "~~~")) else part.replace("\\|", "|")  # hosts want it escaped in tables
 
 
 def _parts(markdown: str) -> list[tuple[str, bool]]:

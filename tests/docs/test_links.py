@@ -1,4 +1,4 @@
-"""Pages lead somewhere: links, anchors, the site's navigation; commands on them are ones that the command line takes."""
+"""Pages lead somewhere: links, anchors, the site's navigation; the command line takes the commands on them."""
 
 from __future__ import annotations
 

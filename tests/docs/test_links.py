@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import importlib
 import io
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +130,15 @@ def test_the_check_of_commands_finds_what_is_wrong() -> None:
 def test_the_command_line_takes_every_command_of_the_page(page: Path) -> None:
     wrong = {words: why for words in commands(page) if (why := refused(words))}
     assert not wrong
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_code_on_the_page_is_code_and_names_what_there_is(page: Path) -> None:
+    for found in FENCED.finditer(page.read_text()):
+        if found["kind"] == "python":
+            for node in ast.walk(ast.parse(found["body"])):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("stepkeeper"):
+                    module = importlib.import_module(str(node.module))
+                    assert {name.name for name in node.names} <= set(dir(module)), found["body"]
+        elif found["kind"] in ("bash", "sh"):
+            subprocess.run(["bash", "-n"], input=found["body"], text=True, check=True, timeout=60)

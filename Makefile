@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -98,6 +98,20 @@ test-state-packages: setup  ## resumes with torchao, bitsandbytes, torchdata.nod
 	    cp tests/requirements-state-packages.txt $(STATE_PACKAGES)/.ready; }
 	PYTHONPATH=trainer:supervisor:. $(STATE_PACKAGES)/bin/python -m pytest $(ONE) -rP tests/trainer/test_state_packages.py
 
+# the site of docs/, in an environment of its own: nobody else needs these packages
+DOCS_PACKAGES ?= /var/tmp/stepkeeper-docs
+MKDOCS = env NO_MKDOCS_2_WARNING=true $(DOCS_PACKAGES)/bin/mkdocs
+docs-packages:
+	@cmp -s tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready || { rm -rf $(DOCS_PACKAGES) && $(PYTHON) -m venv $(DOCS_PACKAGES) && \
+	    $(DOCS_PACKAGES)/bin/pip install --quiet -r tests/requirements-docs.txt && \
+	    cp tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready; }
+
+docs: docs-packages  ## the site, into build/site; a link or an anchor that leads nowhere ends it
+	$(MKDOCS) build --strict --quiet --clean
+
+docs-serve: docs-packages  ## the site on http://127.0.0.1:8000, while pages are edited
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
+
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 	$(AS_ROOT) $(V)/python -m tests.bench_fault
@@ -121,4 +135,4 @@ lint: setup  ## style, types, and the import contracts
 	$(LINT)
 
 clean:  ## remove what `setup` made
-	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest build/site .mypy_cache .ruff_cache .pytest_cache .hypothesis

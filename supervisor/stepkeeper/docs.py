@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stepkeeper.cli.page import cli_page
 from stepkeeper.config.settings import GROUP, SETTINGS, Setting
 from stepkeeper.config.values import shown
 from stepkeeper.core import effects, events, reasons
@@ -327,6 +328,7 @@ def main(argv: list[str]) -> int:
 def pages() -> dict[str, str]:
     """Return the pages by file name."""
     return {
+        "cli.md": cli_page(MADE),
         "configuration.md": configuration_page(MADE),
         "events.md": _events_page(),
         "exit-codes.md": _exit_codes_page(),

@@ -1,4 +1,4 @@
-"""README.md and docs/trainer-api.md on the library: the script runs as it stands, and every name has its place."""
+"""The pages on the library: the tutorial's script runs as it stands, and every name has its place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.formats.steps import newest_verified
 from tests.trainer.ranks import ROOT, Ranks, losses
 
-README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorials/own-loop.md").read_text()
 PAGE = (ROOT / "docs/trainer-api.md").read_text()
 STEPS = 400
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    section = README.split("## Adopting the trainer library")[1].split("\n## ")[0]
-    (found,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(r"^```python\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
     path = tmp_path / "train.py"
     path.write_text(found)
     return path

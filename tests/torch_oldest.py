@@ -37,6 +37,7 @@ MODULES = (
     "serialise",
     "staging",
     "state",
+    "unusual_state",
     "verify",
     "verify_metadata",
     "without_numpy",

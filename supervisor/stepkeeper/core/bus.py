@@ -63,7 +63,9 @@ def restart_bus(
         # a node that was lost already keeps its deadline: restarts must not put it off for ever; the deadline of
         # something else, such as that of clearing the nodes, is none of a watcher's
         known = state.deadline_at if not all_ready(state) else None
-        timers = timers.waiting(Timer.WATCHERS, back if known is None else min(known, back))
+        # while Slurm is asked whether it is there, its answer is waited for first
+        wait = timers.wait if timers.wait is Timer.SLURM_ANSWER else Timer.WATCHERS
+        timers = timers.waiting(wait, back if known is None else min(known, back))
     state = replace(
         state,
         watchers=replace(

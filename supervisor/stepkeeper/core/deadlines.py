@@ -60,7 +60,9 @@ def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.STARTING | Phase.TRAINING:
             return _on_start_or_bus_late(state, event.at, policy)
         case Phase.SAVING:
-            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, (because.SaveLate(),))
+            saved = state.timers.wait is Timer.RANKS_LEAVE
+            why = (because.RanksLate() if saved else because.SaveLate(),)
+            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
         case Phase.STOPPING:
             return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:

@@ -235,7 +235,7 @@ def _save_until(state: State, deadline: float) -> Decision:
         deadline = _earlier(before, deadline)
     shorter = before is not None and deadline < before and state.storage.verifying is None
     why = state.plan.why
-    state = state.waiting(Timer.SAVE, deadline)
+    state = state.waiting_until(deadline)  # for the save, or for ranks that leave after it
     return Decision(state, (request_save(state),) if shorter else (), why)
 
 

@@ -189,7 +189,7 @@ def _leave_soon(state: State, at: float, policy: Policy) -> State:
     if state.launch.killed:
         return state
     known = state.deadline_at if state.phase is not Phase.TRAINING else None  # there it is the watchers'
-    return state if known is not None and known <= deadline else state.waiting(Timer.RANKS_LEAVE, deadline)
+    return state.waiting(Timer.RANKS_LEAVE, deadline if known is None else min(known, deadline))
 
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:

@@ -77,7 +77,6 @@ def restart_bus(
             ready=frozenset(),
         ),
         launch=replace(state.launch, bus_restarted=True),
-        start=replace(state.start, clearing=None),
         timers=timers,
     )
     given_back: tuple[do.Effect, ...] = ()

@@ -13,16 +13,16 @@ from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.eviction import on_limit_near
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes
+from stepkeeper.core.gates import Gate, closed_gates, go_on_starting, relaunch
 from stepkeeper.core.notices import give_up_requeue, retry_requeue
 from stepkeeper.core.phases import (
     Decision,
+    all_ready,
     close,
     closed,
-    go_on_starting,
     kill,
     query_slurm,
     query_slurm_unprompted,
-    relaunch,
     stop,
     stopping,
     wait_for_slurm,
@@ -31,7 +31,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State, Timer
+from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -55,10 +55,14 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
 
 
 def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
-    """What the phase waits for did not come.  Which gate of a start is closed, its state says."""
+    """What the phase waits for did not come."""
     match state.phase:
-        case Phase.STARTING | Phase.TRAINING:
-            return _on_start_or_bus_late(state, event.at, policy)
+        case Phase.STARTING:
+            return _on_start_late(state, event.at, policy)
+        case Phase.TRAINING if not all_ready(state):
+            return _on_watchers_late(state, event.at, policy)
+        case Phase.TRAINING:
+            return _on_launch_late(state, event.at, policy)
         case Phase.SAVING:
             saved = state.timers.wait is Timer.RANKS_LEAVE
             why = (because.RanksLate() if saved else because.SaveLate(),)
@@ -127,29 +131,37 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     return kill(state, at, policy, why)
 
 
-def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
-    if state.phase is Phase.STARTING and state.storage.holds:
-        return Decision(
-            state.waiting_for_nothing()
-        )  # what is late may hang with the storage: it is waited for anew then
+def _on_start_late(state: State, at: float, policy: Policy) -> Decision:
+    """What the launch waited for at its first closed gate did not come."""
+    match closed_gates(state)[0]:
+        case Gate.STORAGE:  # what is late may hang with the storage: it is waited for anew then
+            return Decision(state.waiting_for_nothing())
+        case Gate.WATCHERS:
+            return _on_watchers_late(state, at, policy)
+        case Gate.CHECKPOINT:
+            plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
+            return stop(state, at, plan, policy)
+        case Gate.CAUSE:
+            return on_judge_late(state, at, policy)
+        case Gate.PAUSE:
+            return go_on_starting(state, at, policy, (because.WaitOver(),))
+        case Gate.NODES:
+            return _on_nodes_late(state, at, policy)
+
+
+def _on_nodes_late(state: State, at: float, policy: Policy) -> Decision:
+    match state.timers.wait:
+        case Timer.UNFIT_RETRY:
+            return go_on_starting(state, at, policy, (because.CheckAgain(),))
+        case Timer.CLEARING:
+            state = state.waiting(Timer.NOT_CLEARED, at + policy.ask_within_s)
+            return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
+        case _:
+            return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)
+
+
+def _on_watchers_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes.usable if node not in state.watchers.ready]
-    if not missing and state.phase is Phase.TRAINING:
-        return _on_launch_late(state, at, policy)
-    if not missing and state.resume.chosen and state.failure is not None:
-        return on_judge_late(state, at, state.failure, policy)
-    if not missing and state.start.wait_until is not None:
-        return go_on_starting(state, at, policy, (because.WaitOver(),))
-    if not missing and state.start.unfit_since is not None and not state.start.clearing:
-        return go_on_starting(state, at, policy, (because.CheckAgain(),))
-    if not missing and state.start.clearing is Clearing.ASKED:
-        state = replace(state, start=replace(state.start, clearing=Clearing.LATE))
-        state = state.waiting(Timer.CLEARING, at + policy.ask_within_s)
-        return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
-    if not missing and state.start.clearing:
-        return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)
-    if not missing:
-        plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
-        return stop(state, at, plan, policy)
     nobody = state.phase is Phase.TRAINING and not state.watchers.ready
     if nobody and state.watchers.reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)

@@ -1,7 +1,7 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `silence`, `slow_nodes`, `anomalies`, `recovery`, `notices`,
+order of a run: `starting`, `gates`, `storage`, `training`, `silence`, `slow_nodes`, `anomalies`, `recovery`, `notices`,
 `requests`, `faults`, `scale_up`, `bus`, `deadlines`; all of them end in `phases`.  What they change is in `state`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.

@@ -15,10 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import clearing, go_on_starting
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
-    go_on_starting,
     kept,
     places,
     release,
@@ -77,11 +77,11 @@ def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
 
 def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
     """Some nodes do not confirm, such as one whose rank hangs in the driver: leave them; the others can go on."""
-    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
+    if state.phase is not Phase.STARTING or not clearing(state, event.launch):
         return Decision(state)
     left = [node for node in event.nodes if node in state.nodes.usable]
     if not left or len(left) == len(state.nodes.usable):
-        return Decision(state.waiting(Timer.CLEARING, event.at))  # then the next rougher means: a requeue
+        return Decision(state.waiting_until(event.at))  # then the next rougher means: a requeue
     why = {node: (because.NodeNotClear(node=node),) for node in left}
     return _leave(state, event.at, why, policy, exclude=True)
 
@@ -120,7 +120,7 @@ def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -
     why = (because.MostNodesUnfit(), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
-    start = replace(state.start, clearing=None, unfit_since=since)
+    start = replace(state.start, unfit_since=since)
     state = replace(state, start=start).waiting(Timer.UNFIT_RETRY, at + policy.unfit_retry_s)
     return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 

@@ -20,13 +20,13 @@ from stepkeeper.core.events import JobState
 from stepkeeper.core.eviction import Judgement, expecting, judge_eviction
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import not_charged, without_lost
+from stepkeeper.core.gates import relaunch
 from stepkeeper.core.phases import (
     Decision,
     can_save,
     close,
     kill,
     query_slurm,
-    relaunch,
     request_save,
     save,
     stop,

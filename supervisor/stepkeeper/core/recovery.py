@@ -19,10 +19,11 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
-from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
+from stepkeeper.core.gates import go_on_starting, waiting
+from stepkeeper.core.phases import Decision, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Choice, Failure, Next, Phase, Plan, State, Timer
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -32,17 +33,19 @@ replace = msgspec.structs.replace
 def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
     """Why the launch before failed; what follows is decided with the newest checkpoint known."""
     failure = state.failure
-    if state.phase is not Phase.STARTING or failure is None or event.launch != failure.launch or failure.judged:
+    before = event.launch == state.launch.number - 1
+    if state.phase is not Phase.STARTING or failure is None or not before or failure.judged:
         return Decision(state)
     why = (found(event),)
     state = replace(state, failure=replace(failure, judged=event))
     return settle(state, event.at, event, why, policy) if state.resume.chosen else Decision(state, (), why)
 
 
-def on_judge_late(state: State, at: float, failure: Failure, policy: Policy) -> Decision:
+def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
     """Nobody can tell in time why it failed: storage that hangs holds its logs."""
     why = (because.CauseLate(within_s=policy.judge_within_s),)
-    unknown = on.Judged(at=at, launch=failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0)
+    launch, rule = state.launch.number - 1, "no-verdict-in-time"
+    unknown = on.Judged(at=at, launch=launch, cause=Cause.UNKNOWN, rule=rule, confidence=0.0)
     return settle(state, at, unknown, why, policy)
 
 
@@ -55,7 +58,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     ):
         return Decision(state)
     resume = replace(state.resume, choice=Choice.OPEN)
-    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, event.at + policy.choose_within_s)
+    state = waiting(replace(state, resume=resume), event.at, policy)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
@@ -209,7 +212,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
-    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
+    state = waiting(replace(state, resume=resume), at, policy)
     effect = do.RollBack(
         launch=state.launch.number,
         below_step=below,

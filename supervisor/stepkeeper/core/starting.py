@@ -15,11 +15,11 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes, on_unfit, was_lost
+from stepkeeper.core.gates import clearing, go_on_starting
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
     finish,
-    go_on_starting,
     places,
     query_slurm_unprompted,
     request_save,
@@ -213,7 +213,7 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
 
 def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Nothing of an earlier launch is left anywhere: start the ranks."""
-    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
+    if state.phase is not Phase.STARTING or not clearing(state, event.launch):
         return Decision(state)
     if event.nodes and event.nodes != state.nodes.usable:
         return Decision(state)  # a node was left since: the others were asked again
@@ -228,7 +228,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         state,
         phase=Phase.TRAINING,
         timers=timers,
-        start=replace(state.start, clearing=None, unfit_since=None),
+        start=replace(state.start, unfit_since=None),
         launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
         budgets=replace(state.budgets, failure_counted=False),
         leaving=replace(state.leaving, eviction_confirmed=False, plan=None),

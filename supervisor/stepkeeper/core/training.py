@@ -12,6 +12,7 @@ from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.baseline import saved, step_taken
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import relaunch
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
@@ -20,7 +21,6 @@ from stepkeeper.core.phases import (
     kill,
     query_slurm,
     query_slurm_unprompted,
-    relaunch,
     stopping,
     take,
 )

@@ -289,7 +289,7 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)
     if state.identity.wrapped and not state.launch.all_tasks_started:
         state = state.waiting(Timer.TASKS_STARTED, at + policy.begin_within_s)
-    elif not state.launch.library_seen:
+    elif not (state.launch.library_seen or state.launch.library_withdrawn):
         state = state.waiting(Timer.LIBRARY, at + policy.announce_within_s)
     else:
         state = state.waiting_for_nothing()

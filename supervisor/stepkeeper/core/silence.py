@@ -28,7 +28,7 @@ replace = msgspec.structs.replace
 
 def alive(state: State, at: float, policy: Policy) -> State:
     """A rank spoke: from here on silence counts anew."""
-    if not policy.hang_watch:
+    if not policy.hang_watch or state.launch.library_withdrawn:
         return state.beside(Timer.HANG, None)
     saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving)

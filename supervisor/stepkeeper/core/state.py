@@ -312,6 +312,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     killed: bool = False
     all_tasks_started: bool = False  # every task has, or a rank spoke
     library_seen: bool = False  # a rank with the trainer library said hello
+    library_withdrawn: bool = False  # then rank 0 said that it saves nothing on request any more
     bus_restarted: bool = False  # words of its ranks may be lost
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # the last one completed, as far as we heard
@@ -405,8 +406,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_library(self) -> bool:
-        """Whether the trainer library has answered in this run, in this launch or an earlier one."""
-        return self.launch.library_seen or self.baseline.start_s > 0.0
+        """Whether the trainer library has answered in this run, and has not withdrawn in this launch."""
+        return self.launch.library_seen or (self.baseline.start_s > 0.0 and not self.launch.library_withdrawn)
 
     @property
     def plan(self) -> Plan:

@@ -168,6 +168,7 @@ KEYS = {
     "killed": ("launch", "killed"),
     "all_tasks_started": ("launch", "all_tasks_started"),
     "library_seen": ("launch", "library_seen"),
+    "library_withdrawn": ("launch", "library_withdrawn"),
     "bus_restarted_in_launch": ("launch", "bus_restarted"),
     "slurm_sent": ("launch", "slurm_sent"),
     "step": ("launch", "step"),

@@ -81,6 +81,20 @@ def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
 
 
 @promise
+def a_library_that_withdrew_is_revived_by_rank_0_alone(turns):
+    """Its silence means nothing, and a notice is a signal: a late word of another rank must not change that."""
+    for turn in turns:
+        before, after = turn.before.launch, turn.after.launch
+        if after.library_withdrawn and turn.after.phase is Phase.TRAINING:
+            assert not after.library_seen
+            assert not turn.after.has_library
+            assert turn.after.timers.get(Timer.HANG) is None
+        if before.library_withdrawn and after.library_seen:
+            assert isinstance(turn.event, on.RankHello)
+            assert turn.event.rank == 0
+
+
+@promise
 def a_rollback_goes_back(turns):
     """Never to the step that training came from, and never while ranks run."""
     for turn in turns:

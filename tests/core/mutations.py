@@ -426,8 +426,8 @@ MUTATIONS = (
     ),
     Mutation(
         "faults._leave",
-        becomes("False"),
-        "needed",
+        never,
+        "node_losses_max",
         "lost nodes are bounded, in a start too",
         "nodes_lost_again_and_again",
         "nodes_that_fail",

@@ -47,7 +47,9 @@ def restart_bus(
     """Start a new bus beside the training; a node that does not come back is lost."""
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
     unheard = state.phase is Phase.TRAINING and not state.watchers.ready
-    restarts = state.watchers.restarts + (not unheard)
+    complete_at = state.watchers.complete_at
+    lasted = complete_at is not None and at - complete_at >= policy.bus_lasts_s
+    restarts = (0 if lasted else state.watchers.restarts) + (not unheard)
     tries = state.watchers.tries + unheard
     if restarts > policy.bus_restarts_max:
         why = (*why, because.BusRestarts(restarts=restarts - 1))
@@ -72,6 +74,7 @@ def restart_bus(
             state.watchers,
             bus=state.watchers.bus + 1,
             status=BusStatus.OPEN,
+            complete_at=None,
             restarts=restarts,
             tries=tries,
             ready=frozenset(),

@@ -153,6 +153,7 @@ def _leave(
     """Use some nodes no more, and do what follows from that."""
     why: Why = tuple(dict.fromkeys(reason for reasons in left.values() for reason in reasons))
     hit = state.launch.running and bool(set(left) & set(state.launch.nodes))
+    needed = hit or not state.launch.running  # else training goes on without it
     nodes, watchers = without_nodes(state, left).nodes, state.watchers
     releasing = nodes.releasing or (not (lost or rests) and bool(set(left) - {state.identity.batch_node}))
     gone = tuple((node, at) for node in left) if lost else ()
@@ -164,15 +165,14 @@ def _leave(
             ready=watchers.ready if rests else watchers.ready.difference(left),
             silent=watchers.silent.difference(left),
         ),
-        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + 1),
+        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + needed),
     )
     if rests:
         state = rest(state, at, left, policy)
     if exclude:
         state = _with_exclusions(state, at, left, policy)
-    again = state.leaving.plan is None or state.leaving.plan.next is Next.RELAUNCH
-    needed = hit or not state.launch.running or state.phase is Phase.STARTING  # else training goes on without it
-    if again and needed and state.budgets.node_losses > policy.node_losses_max:
+    # after training, the next choice of a checkpoint tells first whether a step was verified since
+    if state.phase is Phase.STARTING and state.budgets.node_losses > policy.node_losses_max:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:

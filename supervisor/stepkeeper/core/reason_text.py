@@ -64,6 +64,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the next launch uses these nodes again: {_all(nodes)}"
         case r.StepsPassedOver(steps=steps):
             return f"newer step directories cannot be used: {', '.join(f'{name} ({said})' for name, said in steps)}"
+        case r.FailuresMax(failures=failures, of_nodes=True):
+            return f"{failures} nodes were lost or faulty without a newly verified step"
         case r.FailuresMax(failures=failures):
             return f"{failures} launches failed without a newly verified step"
         case r.StorageUnusable(error=error):

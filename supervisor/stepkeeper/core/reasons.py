@@ -84,9 +84,10 @@ class StepsPassedOver(_Reason, frozen=True, kw_only=True):
 
 
 class FailuresMax(_Reason, frozen=True, kw_only=True):
-    """So many launches failed without a newly verified step."""
+    """So many launches failed, or nodes were lost or faulty, without a newly verified step."""
 
     failures: int
+    of_nodes: bool = False
 
 
 class StorageUnusable(_Reason, frozen=True, kw_only=True):

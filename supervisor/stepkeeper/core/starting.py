@@ -124,6 +124,7 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     everyone = set(state.nodes.usable) <= watchers.ready
     if everyone:
         watchers = replace(watchers, silent=frozenset(), error="", tries=0, reachability=SlurmReachability.NONE)
+        watchers = replace(watchers, complete_at=event.at)
     state = replace(state, watchers=watchers)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.watchers.ready) == 1
@@ -184,6 +185,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         tried = past(state.budgets.tried, event.step)
         budgets = replace(state.budgets, best_step=event.step, failures=0, node_losses=0, tried=tried)
         state = replace(state, budgets=budgets)
+    if state.budgets.node_losses > policy.node_losses_max:
+        lost = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.node_losses, of_nodes=True))
+        return stop(state, event.at, Plan(next=Next.END, why=lost, code=ExitCode.NODES_LOST), policy)
     why: Why
     if event.directory is None:
         alone = bool(state.identity.attempt or state.launch.number) and not state.has_library

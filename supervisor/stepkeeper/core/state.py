@@ -258,6 +258,7 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
     silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
     error: str = ""  # why the newest bus ended, until every watcher answers again
+    complete_at: float | None = None  # when all answered on the newest bus
     restarts: int = 0
     tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
     reachability: SlurmReachability = SlurmReachability.NONE

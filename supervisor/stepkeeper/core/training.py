@@ -130,8 +130,6 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     state = replace(
         state,
         launch=replace(state.launch, saving=None),
-        watchers=replace(state.watchers, restarts=0),
-        budgets=replace(state.budgets, node_losses=0),
         pace=pace,
         resume=replace(state.resume, went_back=False),
     )

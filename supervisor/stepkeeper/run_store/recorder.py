@@ -143,6 +143,7 @@ KEYS = {
     "ready": ("watchers", "ready"),
     "silent": ("watchers", "silent"),
     "bus_error": ("watchers", "error"),
+    "bus_complete_at": ("watchers", "complete_at"),
     "bus_restarts": ("watchers", "restarts"),
     "bus_tries": ("watchers", "tries"),
     "slurm_reachability": ("watchers", "reachability"),

@@ -60,7 +60,8 @@ def test_what_something_depends_on_is_typed(text: str, reasons: because.Why) -> 
 def test_a_stored_journal_is_decided_again_as_then(stored: Path) -> None:
     found = replay(journal.read_lines(stored / "journal.jsonl"), recorded_policies(stored), stop_after=100)
 
-    assert found.differences == []
+    # 0.1 forgave lost nodes at a commit that nobody had verified
+    assert [each for each in found.differences if each.then.keys() != {"node_losses"}] == []
     assert (found.unreadable, found.unknown) == (0, 0)
     assert found.records > 20
 

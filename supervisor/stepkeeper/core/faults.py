@@ -72,7 +72,7 @@ def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
     if event.ok:
         return Decision(state, (), (because.NodesReleased(),))
     state = replace(state, nodes=replace(state.nodes, releasing=True))
-    return Decision(state, (), (because.NodesNotReleased(error=event.error),))
+    return Decision(state, (), (because.NodesReleased(error=event.error),))
 
 
 def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:

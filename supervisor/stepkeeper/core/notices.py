@@ -62,7 +62,7 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
         return Decision(state)
     if state.query.signal in ("", NO_SIGNAL):
         state = replace(state, query=replace(state.query, signal=NODE_TERM))
-    return _ask_about(state, event.at, (because.StepsSignaled(node=event.node),), policy)
+    return _ask_about(state, event.at, (because.GotSignal(signal=event.signal, node=event.node),), policy)
 
 
 def _leaves(state: State) -> bool:
@@ -93,7 +93,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
         state = replace(state, suspended=replace(state.suspended, asked=False))
-        why = (because.SuspendedSinceAsked(),)
+        why = (because.AskedAgain(suspended=True),)
         return Decision(state, (do.AskSlurm(reasons=why),), why)
     again = state.query.question is Question.OUTDATED
     state = replace(state, query=replace(state.query, question=None))
@@ -103,14 +103,14 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
             state = replace(state, leaving=replace(state.leaving, preempted_at=event.job.preempt_at))
     if state.phase is Phase.REQUEUEING and again:
         state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
-        return query_slurm(state, (because.SignalSinceAsked(),))
+        return query_slurm(state, (because.AskedAgain(),))
     judgement = judge_eviction(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
     decision = _act(state, event, judgement, policy, final=not again)
     if not again or decision.state.phase is Phase.DONE or decision.state.query.asking:
         return decision
-    more = query_slurm(decision.state, (because.SignalSinceAsked(),))
+    more = query_slurm(decision.state, (because.AskedAgain(),))
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
@@ -316,7 +316,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
 def give_up_requeue(state: State, at: float, policy: Policy) -> Decision:
     """End without a requeue: a person can still requeue the job, or resume the run."""
     code = ExitCode.REQUEUE_FAILED if state.requeue.requesting else ExitCode.UNDECIDED
-    return close(state, at, Plan(next=Next.END, why=(because.RequeueLate(),), code=code), policy)
+    return close(state, at, Plan(next=Next.END, why=(because.Late(timer=Timer.REQUEUE_END),), code=code), policy)
 
 
 def on_superseded(state: State, event: on.Superseded, policy: Policy) -> Decision:

@@ -203,7 +203,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return finish(state, plan)
     state = replace(state, phase=Phase.REQUEUEING).beside(Timer.REQUEUE_END, at + REQUEUE_FOR_S)
     state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
-    asked = query_slurm(state, (because.RequeueAsked(),))
+    asked = query_slurm(state, (because.SlurmAsked(about="requeue"),))
     return Decision(asked.state, asked.effects, why)
 
 

@@ -23,7 +23,7 @@ from stepkeeper.core.gates import go_on_starting, waiting
 from stepkeeper.core.phases import Decision, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -43,7 +43,7 @@ def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
 
 def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
     """Nobody can tell in time why it failed: storage that hangs holds its logs."""
-    why = (because.CauseLate(within_s=policy.judge_within_s),)
+    why = (because.Late(timer=Timer.CAUSE, within_s=policy.judge_within_s),)
     launch, rule = state.launch.number - 1, "no-verdict-in-time"
     unknown = on.Judged(at=at, launch=launch, cause=Cause.UNKNOWN, rule=rule, confidence=0.0)
     return settle(state, at, unknown, why, policy)
@@ -113,7 +113,7 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     times = 1 + (repeats(before) if before is not None else 0)
     unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
     if unseen and cause not in UNCHARGED and times >= policy.failures_max:
-        why = (*state.launch.first_failure, because.SameFailures(failures=times))
+        why = (*state.launch.first_failure, because.FailuresMax(failures=times, same=True))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)

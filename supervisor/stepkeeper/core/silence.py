@@ -101,7 +101,7 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
         return Decision(_not_watched(state), (), why)
     if state.silence.early_s and (event.moved or not event.idle):
-        why = (because.PerhapsAtWork(stacks=event.summary),)
+        why = (because.StillMoves(stacks=event.summary, early=True),)
         return Decision(_look_again(state, event.at), (), why)
     if event.moved:
         silence = replace(state.silence, looking=False, patience=2 * state.silence.patience)
@@ -194,7 +194,7 @@ def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
     if state.timers.get(Timer.LIMIT) is not None:  # else Slurm is being asked about it, or was
         state = expecting(state, policy)
     if state.phase is Phase.SAVING and state.leaving.leave_at is not None:  # by when was said by the clock before
-        return query_slurm_unprompted(state, (*why, because.SaveLimitAsked()))
+        return query_slurm_unprompted(state, (*why, because.SlurmAsked(about="save")))
     return Decision(state, (), why)
 
 

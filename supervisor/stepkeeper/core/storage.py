@@ -108,7 +108,7 @@ def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool)
 def on_storage_late(state: State, at: float, policy: Policy) -> Decision:
     """Test it again; a test that did not even end by its own limit has failed."""
     if state.timers.get(Timer.STORAGE_TEST) is not None:
-        late = because.StorageTestLate(within_s=policy.storage_test_within_s)
+        late = because.Late(timer=Timer.STORAGE_TEST, within_s=policy.storage_test_within_s)
         return _failed(state.beside(Timer.STORAGE_TEST, None), at, (late,), policy, untrue=False)
     return Decision(_testing(state, at, policy), (do.TestStorage(),), (because.StorageTestBegins(),))
 

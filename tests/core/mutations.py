@@ -211,7 +211,7 @@ MUTATIONS = (
         "training._leave_soon", extreme, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
     ),
     Mutation(
-        "silence.on_stood_still",
+        "silence.on_suspended",
         first,
         "min",
         "a suspension does not put off Slurm's limit",
@@ -402,7 +402,7 @@ MUTATIONS = (
     Mutation(
         "notices._leave",
         first,
-        "not_charged",
+        "uncount_failure",
         "a preemption is in no budget of the training",
         "preempted_while_judging",
         "told",
@@ -461,7 +461,7 @@ MUTATIONS = (
         nth=1,
     ),
     Mutation(
-        "faults.not_charged",
+        "faults.uncount_failure",
         opposite,
         "failures",
         "a fault of a node is in no budget of the training",

@@ -92,11 +92,11 @@ def test_a_sentence_is_short_and_a_reason_survives_the_journal(kind: type[msgspe
     ("reason", "said"),
     [
         (
-            LossWrong(rule=DISCONTINUITY, step=5, loss=7.0, usual=3.25),
+            LossWrong(rule=DISCONTINUITY, step=5, loss=7.0, baseline=3.25),
             "after the resume is 7 since step 5, and was 3.25",
         ),
-        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, slowest="b", factor=1.4, rank=3), "node is b: 1.40 times"),
-        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, all_new=True), "all its nodes are new"),
+        (LaunchSlow(seconds=1.4, baseline=1.0, launches=2, slowest="b", factor=1.4, rank=3), "node is b: 1.40 times"),
+        (LaunchSlow(seconds=1.4, baseline=1.0, launches=2, all_new=True), "all its nodes are new"),
         (ReplayDiffers(step=3, then=1.0, now=1.5, deterministic=True), "its nodes are the same"),
         (FaultyNodesGiven(nodes=("a", "b", "c", "d", "e", "f"), used=False), "(a, b, c, d and 2 others)"),
     ],

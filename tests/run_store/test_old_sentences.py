@@ -40,12 +40,12 @@ STORED = [TESTS / "fixtures/run-0.1", TESTS / "fixtures/run-0.1-failures", TESTS
             "this launch is slow; the loss is 9.5, and was 2, since step 7",
             (
                 because.Sentence(text="this launch is slow"),
-                because.LossWrong(rule="loss-spike", step=7, loss=9.5, usual=2.0),
+                because.LossWrong(rule="loss-spike", step=7, loss=9.5, baseline=2.0),
             ),
         ),
         (
             "the loss is 7 after the resume, and was 3.25 before it, since step 251",
-            (because.LossWrong(rule="loss-discontinuity", step=251, loss=7.0, usual=3.25),),
+            (because.LossWrong(rule="loss-discontinuity", step=251, loss=7.0, baseline=3.25),),
         ),
         (BROKEN, (because.Sentence(text=BROKEN),)),
         ("relaunch: rank 1 failed", (because.Relaunch(), because.Sentence(text="rank 1 failed"))),

@@ -176,7 +176,7 @@ def _leave(
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:
-            return _start_without(_not_charged(state, left), at, why, policy, lost=lost)
+            return _start_without(_uncount_failure_on(state, left), at, why, policy, lost=lost)
         case Phase.TRAINING:
             return _train_without(state, at, why, policy, hit=hit, lost=lost)
         case _:
@@ -198,7 +198,7 @@ def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -
     return replace(state, nodes=nodes)
 
 
-def _not_charged(state: State, left: Mapping[str, Why]) -> State:
+def _uncount_failure_on(state: State, left: Mapping[str, Why]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
     if not state.budgets.failure_counted or not set(left) & set(state.launch.nodes):
         return state
@@ -207,10 +207,10 @@ def _not_charged(state: State, left: Mapping[str, Why]) -> State:
         times = repeats(last) - 1
         fewer = (replace(last, count=max(0, last.count - 1), repeats=times),) if times else ()
         state = replace(state, budgets=replace(state.budgets, tried=(*state.budgets.tried[:-1], *fewer)))
-    return replace(not_charged(state), failure=None)
+    return replace(uncount_failure(state), failure=None)
 
 
-def not_charged(state: State) -> State:
+def uncount_failure(state: State) -> State:
     """The launch before failed, and the training is not to blame."""
     failures = max(0, state.budgets.failures - state.budgets.failure_counted)
     return replace(state, budgets=replace(state.budgets, failure_counted=False, failures=failures))

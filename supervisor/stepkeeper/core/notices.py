@@ -19,7 +19,7 @@ from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
 from stepkeeper.core.eviction import Judgement, expecting, judge_eviction
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import not_charged, without_lost
+from stepkeeper.core.faults import uncount_failure, without_lost
 from stepkeeper.core.gates import relaunch
 from stepkeeper.core.phases import (
     Decision,
@@ -193,7 +193,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
         state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
     if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
         # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
-        state = not_charged(replace(state, failure=None))
+        state = uncount_failure(replace(state, failure=None))
     # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
     later = state.leaving.term_at is not None or state.leaving.leave_at is None
     leave_at = deadline if later else _earlier(state.leaving.leave_at, deadline)

@@ -402,19 +402,18 @@ def _cause(said: r.CauseFound) -> str:
     rank = f"rank {said.rank}" if said.rank is not None else ""
     where = _all(part for part in (said.location, rank, said.node) if part)
     at_step = f" at step {said.step}" if said.step is not None else ""
-    other = f", else {said.otherwise.value}" if said.otherwise not in (said.cause, Cause.UNKNOWN) else ""
+    other = f", else {said.second_cause.value}" if said.second_cause not in (said.cause, Cause.UNKNOWN) else ""
     sure = f"{100 * said.confidence:.0f} %, rule {said.rule}{other}"
     return f"the cause is {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
 
 
 def _loss(said: r.LossWrong) -> str:
-    if said.loss is None or said.usual is None:
+    if said.loss is None or said.baseline is None:
         return f"the loss is no finite number since step {said.step}"
     if said.rule == DISCONTINUITY:
-        return (
-            f"the loss after the resume is {said.loss:.4g} since step {said.step}, and was {said.usual:.4g} before it"
-        )
-    return f"the loss is {said.loss:.4g}, and was {said.usual:.4g}, since step {said.step}"
+        after = f"the loss after the resume is {said.loss:.4g} since step {said.step}"
+        return f"{after}, and was {said.baseline:.4g} before it"
+    return f"the loss is {said.loss:.4g}, and was {said.baseline:.4g}, since step {said.step}"
 
 
 def _slow_launch(said: r.LaunchSlow) -> str:
@@ -425,7 +424,7 @@ def _slow_launch(said: r.LaunchSlow) -> str:
         who += f", for the data of rank {said.rank}" if said.rank is not None else ""
     else:
         who = "all its nodes are new" if said.all_new else "no node of it stands out"
-    took = f"{said.seconds:.4g} s a step, and {said.usual:.4g} s in {said.launches} of them"
+    took = f"{said.seconds:.4g} s a step, and {said.baseline:.4g} s in {said.launches} of them"
     return f"this launch steps slower than those before it: {took}; {who}"
 
 

@@ -368,7 +368,7 @@ class CauseFound(_Reason, frozen=True, kw_only=True):
     location: str = ""
     rank: int | None = None
     node: str = ""
-    otherwise: Cause = Cause.UNKNOWN
+    second_cause: Cause = Cause.UNKNOWN
 
 
 class Recovery(_Reason, frozen=True, kw_only=True):
@@ -765,7 +765,7 @@ class LossWrong(_Reason, frozen=True, kw_only=True):
     rule: str
     step: int  # the first
     loss: float | None = None  # None: no finite number
-    usual: float | None = None
+    baseline: float | None = None
 
 
 class NodeSlow(_Reason, frozen=True, kw_only=True):
@@ -809,7 +809,7 @@ class LaunchSlow(_Reason, frozen=True, kw_only=True):
     """A launch steps slower than those before it."""
 
     seconds: float
-    usual: float
+    baseline: float
     launches: int
     new: tuple[str, ...] = ()  # nodes that are new in it
     slowest: str = ""  # else the slowest node

@@ -18,7 +18,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
+from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
 from stepkeeper.core.gates import go_on_starting, waiting
 from stepkeeper.core.phases import Decision, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
@@ -87,7 +87,7 @@ def found(said: on.Judged) -> because.CauseFound:
         location=said.location,
         rank=said.rank,
         node=said.node,
-        otherwise=said.otherwise,
+        second_cause=said.second_cause,
     )
 
 
@@ -105,7 +105,7 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     first_failure = (*state.launch.first_failure, found(said))
     state = replace(state, failure=None, launch=replace(state.launch, first_failure=first_failure))
     if cause in UNCHARGED and count < len(row):
-        state = not_charged(state)
+        state = uncount_failure(state)
     if state.budgets.failures >= policy.failures_max:
         why = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
@@ -187,7 +187,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             assert_never(word.rung)
 
 
-def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
+def _skip_data(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
     """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
     if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
         return state, why
@@ -201,7 +201,7 @@ def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
     """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
-    state, why = _leave_out(state, case, why, policy)
+    state, why = _skip_data(state, case, why, policy)
     wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
     if wrong_at is not None:
         # what a tier has newer may hold the wrong loss, and its data

@@ -144,7 +144,7 @@ def _stands_still(state: State, at: float, said: on.StacksCollected | None, poli
 SPANS = 0.5  # of the time that we were away: ranks are stopped a little later than we are
 
 
-def on_stood_still(state: State, event: on.Suspended) -> Decision:
+def on_suspended(state: State, event: on.Suspended) -> Decision:
     """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
     away = event.seconds
     why = (because.Suspended(seconds=away),)

@@ -164,7 +164,7 @@ def _leaves_to_grow(state: State) -> bool:
     return state.leaving.plan is not None and state.leaving.plan.to_grow and state.leaving.plan.next is Next.RELAUNCH
 
 
-def on_save_gave_up(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
+def on_save_failed(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
     """A save failed: training goes on, and older steps are untouched."""
     if not state.launch.runs(event.launch):
         return Decision(state)

@@ -19,7 +19,11 @@ EFFECTS = {
     "tell_replay": "report_replay",
     "answer_ask": "answer_request",
 }
-FIELDS = {"usual": "baseline", "left_out": "skipped_data"}  # of records, events and effects
+FIELDS = {
+    "usual": "baseline",
+    "left_out": "skipped_data",
+    "otherwise": "second_cause",
+}  # of records, events and effects
 STATE = FIELDS | {  # of the state, in `missed`
     "told": "eviction_confirmed",
     "heard": "library_seen",
@@ -101,7 +105,8 @@ def _reasons(value: Any) -> Any:
     """Rename reasons, wherever they are."""
     match value:
         case {"reason": str(tag), **facts}:
-            return {**facts, **REASONS.get(tag, {"reason": tag})}
+            named = {FIELDS.get(str(key), key): each for key, each in facts.items()}
+            return {**named, **REASONS.get(tag, {"reason": tag})}
         case dict():
             return {key: _reasons(each) for key, each in value.items()}
         case list():

@@ -34,8 +34,8 @@ class RateLimiter:
     def take(self, now: float) -> bool:
         """Take one, if there is one.
 
-        >>> allowance = RateLimiter(burst=2, every_s=10.0)
-        >>> [allowance.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
+        >>> limiter = RateLimiter(burst=2, every_s=10.0)
+        >>> [limiter.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
         [True, True, False, True, False]
         """
         if self._at is not None:
@@ -77,8 +77,8 @@ class Recorder:
             return None
         sample = came_to_nothing and isinstance(event, SAMPLED)
         limited = sample or (not decision.effects and not isinstance(event, SAMPLED))
-        allowance = self._limiters.get(type(event)) if limited else None
-        if allowance is not None and not allowance.take(event.at):
+        limiter = self._limiters.get(type(event)) if limited else None
+        if limiter is not None and not limiter.take(event.at):
             return None
         self._number += 1
         missed: dict[str, Any] = {}

@@ -104,7 +104,9 @@ FIELDS = {
         "thorough": st.booleans(),
     },
     on.LaunchBegan: {**_launch},
-    on.RankHello: {**_launch, "rank": small, "node": _nodes},
+    on.RankHello: {
+        **_launch, "rank": small, "node": _nodes, "unable": st.sampled_from(("", "", "", "another version")),
+    },
     on.RankExited: {
         **_launch,
         "rank": small,

@@ -208,10 +208,10 @@ MUTATIONS = (
         "ranks_that_do_not_die_in_time_for_slurm",
     ),
     Mutation(
-        "training._leave_soon", never, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
+        "training._leave_soon", extreme, "known", "ranks that leave put off no deadline", "end_of_grace_while_saving"
     ),
     Mutation(
-        "silence.on_stood_still",
+        "silence.on_suspended",
         first,
         "min",
         "a suspension does not put off Slurm's limit",
@@ -254,9 +254,9 @@ MUTATIONS = (
     # --- launches -----------------------------------------------------------------------------------
     Mutation("phases.all_ready", mirror, "ready", "a launch waits for every watcher", "fresh_start", "promises"),
     Mutation(
-        "phases.go_on_starting",
-        never,
-        "holds",
+        "gates.closed_gates",
+        drop,
+        "STORAGE_RETRY",
         "no launch starts on storage that failed its test",
         "storage_full_at_the_start",
         "failure",
@@ -325,7 +325,7 @@ MUTATIONS = (
         nth=1,
     ),
     Mutation(
-        "phases.relaunch",
+        "gates.relaunch",
         first,
         "charged",
         "each failure counts, also before the first word",
@@ -390,7 +390,7 @@ MUTATIONS = (
         "same_failure",
         nth=1,
     ),
-    Mutation("phases.relaunch", never, "unseen", "unknown progress is not none", "script_that_ran_long", "failure"),
+    Mutation("gates.relaunch", never, "unseen", "unknown progress is not none", "script_that_ran_long", "failure"),
     Mutation(
         "bus.restart_bus",
         never,
@@ -402,7 +402,7 @@ MUTATIONS = (
     Mutation(
         "notices._leave",
         first,
-        "not_charged",
+        "uncount_failure",
         "a preemption is in no budget of the training",
         "preempted_while_judging",
         "told",
@@ -426,8 +426,8 @@ MUTATIONS = (
     ),
     Mutation(
         "faults._leave",
-        becomes("False"),
-        "needed",
+        never,
+        "node_losses_max",
         "lost nodes are bounded, in a start too",
         "nodes_lost_again_and_again",
         "nodes_that_fail",
@@ -461,7 +461,7 @@ MUTATIONS = (
         nth=1,
     ),
     Mutation(
-        "faults.not_charged",
+        "faults.uncount_failure",
         opposite,
         "failures",
         "a fault of a node is in no budget of the training",

@@ -19,7 +19,7 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core import reason_text
 from stepkeeper.core.losses import DISCONTINUITY
-from stepkeeper.core.reasons import FaultyNodesGiven, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
+from stepkeeper.core.reasons import FaultyNodesGiven, Late, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
 from stepkeeper.diagnosis import collect
 from stepkeeper.diagnosis.classify import classify
 from stepkeeper.run_analytics.metrics.tally import Tally
@@ -45,6 +45,8 @@ def value(hint: object) -> object:
         return (value(inside[0]),) if len(inside) == 1 else tuple(value(each) for each in inside)
     if isinstance(hint, UnionType):
         return value(next(each for each in typing.get_args(hint) if each is not NoneType))
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[-1]
     samples: dict[object, object] = {str: "WORD", int: 7, float: 2.5, bool: True}
     return samples[hint]
 
@@ -57,6 +59,9 @@ def samples(kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
     most = {field.name: value(hints[field.name]) for field in fields}
     flags = [field.name for field in fields if hints[field.name] is bool]
     found = [least, most, *({**most, name: False} for name in flags)]
+    tags = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
+    tags |= {"timer": tuple(reason_text.LATE)} if kind is Late else {}
+    found += [{**most, name: tag} for name, each in tags.items() for tag in each]
     for facts in [facts for index, facts in enumerate(found) if facts not in found[:index]]:
         yield kind(**facts)
 
@@ -87,11 +92,11 @@ def test_a_sentence_is_short_and_a_reason_survives_the_journal(kind: type[msgspe
     ("reason", "said"),
     [
         (
-            LossWrong(rule=DISCONTINUITY, step=5, loss=7.0, usual=3.25),
+            LossWrong(rule=DISCONTINUITY, step=5, loss=7.0, baseline=3.25),
             "after the resume is 7 since step 5, and was 3.25",
         ),
-        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, slowest="b", factor=1.4, rank=3), "node is b: 1.40 times"),
-        (LaunchSlow(seconds=1.4, usual=1.0, launches=2, all_new=True), "all its nodes are new"),
+        (LaunchSlow(seconds=1.4, baseline=1.0, launches=2, slowest="b", factor=1.4, rank=3), "node is b: 1.40 times"),
+        (LaunchSlow(seconds=1.4, baseline=1.0, launches=2, all_new=True), "all its nodes are new"),
         (ReplayDiffers(step=3, then=1.0, now=1.5, deterministic=True), "its nodes are the same"),
         (FaultyNodesGiven(nodes=("a", "b", "c", "d", "e", "f"), used=False), "(a, b, c, d and 2 others)"),
     ],

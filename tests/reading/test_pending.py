@@ -150,6 +150,21 @@ def test_a_requeued_job_that_waits_is_cancelled_and_its_checkpoints_stay(
     assert (tmp_path / "cancelled").read_text() == "--state=PENDING 12\n", "a job that has started is not cancelled"
 
 
+def test_a_status_that_cannot_be_read_behind_the_cancel_is_no_traceback(
+    command: Command, run: RunDirectory, squeue: Squeue, tmp_path: Path
+) -> None:
+    build.write_status(run, phase="done", exit_code=10, updated_at=time.time())
+    squeue(f"test -e {tmp_path}/cancelled && echo '12|CANCELLED|N/A|None' || echo '12|PENDING|N/A|BeginTime'")
+    scancel = tmp_path / "bin" / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\necho "[" > {run.status}\n')
+    scancel.chmod(0o755)
+
+    said = command("stop", run.path)
+
+    assert said.code == 32, said.err
+    assert f"{run.status}: not a status" in said.err
+
+
 def test_a_job_that_starts_meanwhile_is_asked_and_not_cancelled(
     command: Command, waits: RunDirectory, squeue: Squeue, tmp_path: Path
 ) -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.core.gates import closed_gates
+from stepkeeper.core.state import Phase, Watchers
 from stepkeeper.run_analytics.screen import glance, line, screen
 from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.simulate.scenario import given_training
 from stepkeeper_trainer.formats import lease
 from tests.reading import build
 from tests.reading.conftest import Command
@@ -55,6 +58,20 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["run_directory"] == str(run.path)
     assert document["silent"] is True
     assert document["done"] is False
+
+
+def test_a_start_says_what_it_waits_for(command: Command, run: RunDirectory) -> None:
+    training = given_training()
+    starting = msgspec.structs.replace(training, phase=Phase.STARTING, watchers=Watchers())
+    build.write_status(run, updated_at=time.time(), phase="starting", waits_for=closed_gates(starting))
+    build.write_journal(run, build.story(run))
+
+    said = command("status", run.path)
+
+    assert "waits for" in said.out
+    assert "a watcher on every node, nodes that are clear and fit" in said.out
+    assert json.loads(command("status", run.path, "--json").out)["waits_for"] == ["watchers", "nodes"]
+    assert closed_gates(training) == ()
 
 
 def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None:

@@ -53,6 +53,17 @@ def test_every_old_tag_is_read_as_the_one_of_today() -> None:
         assert effect.__struct_config__.tag == old_names.EFFECTS[old]
 
 
+def test_reasons_that_were_merged_are_read_with_the_fact_that_they_were() -> None:
+    facts: dict[str, Any] = {"nodes": ["a"], "node": "a", "text": "x", "by": "ada", "failures": 3, "stacks": "s"}
+    for old, new in old_names.REASONS.items():
+        reason = {"reason": old, **facts} if old != "node_given_back" else {"reason": old}
+        read = record(reasons=[reason], effects=[{"effect": "exit", "code": 0, "reasons": [reason]}])
+        assert read.reasons == read.effects[0].reasons
+        (found,) = read.reasons
+        facts_now = {"reason": found.__struct_config__.tag, **msgspec.json.decode(msgspec.json.encode(found))}
+        assert facts_now | new == facts_now
+
+
 def test_old_fields_keep_their_values() -> None:
     window = [{"step": 850, "steps": 2}]
     read = record(

@@ -40,12 +40,12 @@ STORED = [TESTS / "fixtures/run-0.1", TESTS / "fixtures/run-0.1-failures", TESTS
             "this launch is slow; the loss is 9.5, and was 2, since step 7",
             (
                 because.Sentence(text="this launch is slow"),
-                because.LossWrong(rule="loss-spike", step=7, loss=9.5, usual=2.0),
+                because.LossWrong(rule="loss-spike", step=7, loss=9.5, baseline=2.0),
             ),
         ),
         (
             "the loss is 7 after the resume, and was 3.25 before it, since step 251",
-            (because.LossWrong(rule="loss-discontinuity", step=251, loss=7.0, usual=3.25),),
+            (because.LossWrong(rule="loss-discontinuity", step=251, loss=7.0, baseline=3.25),),
         ),
         (BROKEN, (because.Sentence(text=BROKEN),)),
         ("relaunch: rank 1 failed", (because.Relaunch(), because.Sentence(text="rank 1 failed"))),
@@ -60,7 +60,8 @@ def test_what_something_depends_on_is_typed(text: str, reasons: because.Why) -> 
 def test_a_stored_journal_is_decided_again_as_then(stored: Path) -> None:
     found = replay(journal.read_lines(stored / "journal.jsonl"), recorded_policies(stored), stop_after=100)
 
-    assert found.differences == []
+    # 0.1 forgave lost nodes at a commit that nobody had verified
+    assert [each for each in found.differences if each.then.keys() != {"node_losses"}] == []
     assert (found.unreadable, found.unknown) == (0, 0)
     assert found.records > 20
 

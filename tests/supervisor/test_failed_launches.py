@@ -83,7 +83,7 @@ def test_the_first_rank_that_failed_and_its_log_tell_why(run: RunDirectory, inbo
 
     assert (said.cause, said.rank, said.step, said.launch) == (Cause.GPU_MEMORY, 1, 42, 0)
     assert said.location == "OutOfMemoryError at /w/train.py:61 in main"
-    assert said.otherwise is Cause.EXCEPTION
+    assert said.second_cause is Cause.EXCEPTION
 
 
 def test_a_rank_that_we_killed_ourselves_is_no_evidence(run: RunDirectory, inbox: Inbox) -> None:

@@ -61,7 +61,7 @@ class Case:
 
     def choose(self) -> on.CheckpointChosen:
         pool = VerifyPool("n1", 1, Limits(), lambda _node, _text: None)
-        acts.choose(self.own, crew=pool, inbox=self.inbox, foreign=self.foreign)
+        acts.choose(self.own, pool=pool, inbox=self.inbox, foreign=self.foreign)
         event = self.inbox.get(WITHIN_S)
         assert isinstance(event, on.CheckpointChosen), event
         return event

@@ -97,7 +97,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 def choose(checkpoints: Path, crew: VerifyPool) -> on.Event:
     inbox = Inbox(Clock())
-    acts.choose(checkpoints, crew=crew, inbox=inbox)
+    acts.choose(checkpoints, pool=crew, inbox=inbox)
     event = inbox.get(ANSWER_S)
     assert event is not None, "no answer"
     return event
@@ -108,7 +108,7 @@ def verify_back(
 ) -> on.CheckpointVerified:
     inbox = Inbox(Clock())
     effect = do.VerifyCheckpoint(directory=step.name, from_disk=True)
-    acts.verify_back(step.parent, effect, writers=writers, patient=patient, crew=crew, inbox=inbox)
+    acts.verify_back(step.parent, effect, writers=writers, patient=patient, pool=crew, inbox=inbox)
     event = inbox.get(ANSWER_S)
     assert isinstance(event, on.CheckpointVerified), event
     return event
@@ -201,7 +201,7 @@ def test_watchers_that_come_while_it_is_read_take_part(tmp_path: Path, watchers:
     watchers.heard = crew.receive
     inbox = Inbox(Clock())
     before = set(threading.enumerate())
-    acts.choose(tmp_path, crew=crew, inbox=inbox)
+    acts.choose(tmp_path, pool=crew, inbox=inbox)
     until(lambda: "read-own-share" in {each.name for each in set(threading.enumerate()) - before}, "nobody reads")
 
     crew.use(watchers)
@@ -308,7 +308,7 @@ def test_a_newer_verification_ends_the_one_before(tmp_path: Path, watchers: Watc
     watchers.heard = crew.receive
     inbox = Inbox(Clock())
     effect = do.VerifyCheckpoint(directory=step.name)
-    acts.verify_back(tmp_path, effect, writers=None, patient=False, crew=crew, inbox=inbox)
+    acts.verify_back(tmp_path, effect, writers=None, patient=False, pool=crew, inbox=inbox)
 
     read = verify_back(newest, crew)
 

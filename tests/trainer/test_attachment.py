@@ -109,3 +109,38 @@ def test_the_end_of_training_leaves_it_to_the_exit_code_whether_the_script_has_f
     assert [each.step for each in said if isinstance(each, Finished)] == finished
     assert [each.unable for each in said if isinstance(each, Hello)][-1] == "the training has ended"
     assert not (tmp_path / "outcome.json").exists(), "a supervisor takes it for finished whatever the exit code is"
+
+
+WITHDRAWS = """
+import os, sys
+from stepkeeper.watcher.ranks import RankSocket
+from stepkeeper_trainer.errors import StepkeeperError
+from stepkeeper_trainer.integrations import attachment as attachments
+
+class Requests(attachments.Requests):
+    def __init__(self, *arguments, **named):
+        if sys.argv[1] == "fails":
+            raise StepkeeperError("a mistake of ours")
+        super().__init__(*arguments, **named)
+
+attachments.Requests = Requests
+attachment = attachments.attach("generic", lambda: attachments.Training(framework="generic", version="generic 1"))
+assert attachment.open == (sys.argv[1] != "fails")
+attachment.withdraw("a mistake of ours")
+watcher = RankSocket(os.environ["STEPKEEPER_SOCKET"])
+attachment.step_done(1)
+print(watcher.receive()[0].unable)
+"""
+
+
+@pytest.mark.parametrize("how", ["withdraws", "fails"])
+def test_a_watcher_that_comes_later_learns_that_the_attachment_withdrew(how: str, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "STEPKEEPER_SOCKET": f"@{tmp_path.name}-{os.getpid()}", "STEPKEEPER_RUN_DIR": str(tmp_path),
+        "STEPKEEPER_RUN_ID": "x", "STEPKEEPER_ATTEMPT": "0", "STEPKEEPER_LAUNCH": "0",
+    }  # fmt: skip
+    command = [sys.executable, "-c", WITHDRAWS, how]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1:] == ["a mistake of ours"]

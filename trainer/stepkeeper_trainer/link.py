@@ -71,11 +71,14 @@ class Link:
         """Whether a supervisor was announced, alive or not."""
         return self._socket is not None
 
-    def greet(self, hello: Hello) -> None:
-        """Introduce this rank, now and again whenever a watcher may have been restarted."""
+    def greet(self, hello: Hello, *, keep: bool = False) -> None:
+        """Introduce this rank, now and again whenever a watcher may have been restarted; `keep` as in `send`."""
         with self._lock:
             self._hello = hello
-            self._send_hello(time.monotonic())
+            if not keep:
+                self._send_hello(time.monotonic())
+        if keep:
+            self.send(hello, keep=True)
 
     def send(self, message: FromRank, *, keep: bool = False) -> bool:
         """Send one word, after those that wait; with `keep` it is tried again later if it cannot go now."""
@@ -202,8 +205,8 @@ class Reporter:
         self._link.greet(self._hello(step))
 
     def unable(self, why: str) -> None:
-        """Say that this rank saves nothing on request any more."""
-        self._link.greet(msgspec.structs.replace(self._hello(None), unable=shorten(why)))
+        """Say that this rank saves nothing on request any more; `Link.flush` says it where it cannot be said now."""
+        self._link.greet(msgspec.structs.replace(self._hello(None), unable=shorten(why)), keep=True)
 
     def _hello(self, step: int | None) -> Hello:
         return Hello(

@@ -123,7 +123,7 @@ def _cancel(job: str, give_up_at: float) -> queue.Queued:
 
 
 def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
-    status = status_file.read(run.status)
+    status = _status(run)
     step = status.checkpoint_step if status is not None else None
     kept = f"the checkpoint of step {step} stays" if step is not None else "it had no checkpoint"
     said = f"job {waiting.job} waited in the queue, and nothing of the run was running: it is cancelled; {kept}"

@@ -15,6 +15,7 @@ import msgspec
 from stepkeeper.cli import pending, printing
 from stepkeeper.cli.printing import duration, instant
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import progress, queue, reading
@@ -125,6 +126,14 @@ def _phase_word(status: Status) -> str:
 
 GOES_ON_OR_IS_FINISHED = (None, ExitCode.FINISHED, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
 BAR_COLUMNS = 30
+WAITS_FOR: dict[str, str] = {
+    Gate.STORAGE: "storage that passes its test",
+    Gate.WATCHERS: "a watcher on every node",
+    Gate.CHECKPOINT: "the newest verified checkpoint",
+    Gate.CAUSE: "the cause of the failure before",
+    Gate.PAUSE: "the pause before the next try",
+    Gate.NODES: "nodes that are clear and fit",
+}
 LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 
@@ -319,6 +328,8 @@ def _phases(
         since = seen["phase_since"]
         phase += f", for {duration(max(0.0, now - since))} (since {instant(since)})"
     rows = [("phase", phase)]
+    if status.waits_for:
+        rows.append(("waits for", ", ".join(WAITS_FOR.get(gate, gate) for gate in status.waits_for)))
     if status.exit_code is not None:
         rows.append(("ended", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
     return rows

@@ -47,7 +47,9 @@ def restart_bus(
     """Start a new bus beside the training; a node that does not come back is lost."""
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
     unheard = state.phase is Phase.TRAINING and not state.watchers.ready
-    restarts = state.watchers.restarts + (not unheard)
+    complete_at = state.watchers.complete_at
+    lasted = complete_at is not None and at - complete_at >= policy.bus_lasts_s
+    restarts = (0 if lasted else state.watchers.restarts) + (not unheard)
     tries = state.watchers.tries + unheard
     if restarts > policy.bus_restarts_max:
         why = (*why, because.BusRestarts(restarts=restarts - 1))
@@ -63,19 +65,21 @@ def restart_bus(
         # a node that was lost already keeps its deadline: restarts must not put it off for ever; the deadline of
         # something else, such as that of clearing the nodes, is none of a watcher's
         known = state.deadline_at if not all_ready(state) else None
-        timers = timers.waiting(Timer.WATCHERS, back if known is None else min(known, back))
+        # while Slurm is asked whether it is there, its answer is waited for first
+        wait = timers.wait if timers.wait is Timer.SLURM_ANSWER else Timer.WATCHERS
+        timers = timers.waiting(wait, back if known is None else min(known, back))
     state = replace(
         state,
         watchers=replace(
             state.watchers,
             bus=state.watchers.bus + 1,
             status=BusStatus.OPEN,
+            complete_at=None,
             restarts=restarts,
             tries=tries,
             ready=frozenset(),
         ),
         launch=replace(state.launch, bus_restarted=True),
-        start=replace(state.start, clearing=None),
         timers=timers,
     )
     given_back: tuple[do.Effect, ...] = ()

@@ -13,16 +13,16 @@ from stepkeeper.core.bus import on_no_watcher
 from stepkeeper.core.eviction import on_limit_near
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes
+from stepkeeper.core.gates import Gate, closed_gates, go_on_starting, relaunch
 from stepkeeper.core.notices import give_up_requeue, retry_requeue
 from stepkeeper.core.phases import (
     Decision,
+    all_ready,
     close,
     closed,
-    go_on_starting,
     kill,
     query_slurm,
     query_slurm_unprompted,
-    relaunch,
     stop,
     stopping,
     wait_for_slurm,
@@ -31,7 +31,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, BusStatus, Clearing, Next, Phase, Plan, SlurmReachability, State, Timer
+from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -55,12 +55,18 @@ def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
 
 
 def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
-    """What the phase waits for did not come.  Which gate of a start is closed, its state says."""
+    """What the phase waits for did not come."""
     match state.phase:
-        case Phase.STARTING | Phase.TRAINING:
-            return _on_start_or_bus_late(state, event.at, policy)
+        case Phase.STARTING:
+            return _on_start_late(state, event.at, policy)
+        case Phase.TRAINING if not all_ready(state):
+            return _on_watchers_late(state, event.at, policy)
+        case Phase.TRAINING:
+            return _on_launch_late(state, event.at, policy)
         case Phase.SAVING:
-            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, (because.SaveLate(),))
+            saved = state.timers.wait is Timer.RANKS_LEAVE
+            why = (because.Late(timer=Timer.RANKS_LEAVE if saved else Timer.SAVE),)
+            return kill(replace(state, phase=Phase.STOPPING), event.at, policy, why)
         case Phase.STOPPING:
             return _on_ranks_late(state, event.at, policy)
         case Phase.CLOSING:
@@ -71,7 +77,7 @@ def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
-            return query_slurm(state, (because.RequeueAsked(),))
+            return query_slurm(state, (because.SlurmAsked(about="requeue"),))
         case _:
             assert_never(state.phase)
 
@@ -79,11 +85,13 @@ def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
 def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
     """Reading back took too long, or the watchers did not leave: they end with the job."""
     if state.storage.verifying is not None:
+        late = Timer.READ_BACK
         state = replace(state, storage=replace(state.storage, verifying=None))
         state = state.waiting(Timer.WATCHERS_LEAVE, at + policy.hurry_within_s)
     else:
+        late = Timer.WATCHERS_LEAVE
         state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
-    return closed(state, at, policy, (because.ClosingLate(),))
+    return closed(state, at, policy, (because.Late(timer=late),))
 
 
 def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
@@ -93,10 +101,12 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     if not state.launch.running and plan.next is Next.END:
         return close(state, at, plan, policy)
     if not state.launch.running:
-        return relaunch(state, at, (*plan.why, because.SlurmLate(within_s=policy.ask_within_s)), policy)
+        return relaunch(
+            state, at, (*plan.why, because.Late(timer=Timer.SLURM_ANSWER, within_s=policy.ask_within_s)), policy
+        )
     if not state.launch.killed:
-        return kill(state, at, policy, (because.RanksLate(),))
-    why = (*plan.why, because.StepSurvivesKill())
+        return kill(state, at, policy, (because.Late(timer=Timer.RANKS_LEAVE),))
+    why = (*plan.why, because.Late(timer=Timer.KILL))
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
     return close(replace(state, launch=replace(state.launch, running=False)), at, plan, policy)
@@ -105,7 +115,9 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
 def _on_slurm_still_away(state: State, at: float, since: float, policy: Policy) -> Decision:
     """Ask whether a launch could begin now; in the end try it, on the training's account."""
     if state.query.asking:
-        return wait_for_slurm(state, at, (because.SlurmLate(within_s=policy.ask_within_s),), policy)
+        return wait_for_slurm(
+            state, at, (because.Late(timer=Timer.SLURM_ANSWER, within_s=policy.ask_within_s),), policy
+        )
     if at - since < policy.slurm_away_for_s:
         state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
         return query_slurm_unprompted(state, (because.SlurmAsked(),))
@@ -119,35 +131,45 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     may_have_begun = state.launch.all_tasks_started or not state.identity.wrapped
     if may_have_begun or state.launch.bus_restarted:  # an older bus may have heard of it
         return look_at_start(state.waiting_for_nothing(), at, policy, (because.NoLibrary(),))
-    why = (because.LaunchNeverBegan(within_s=policy.begin_within_s),)
+    why = (because.Late(timer=Timer.TASKS_STARTED, within_s=policy.begin_within_s),)
     state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
     state = replace(state, launch=replace(state.launch, first_failure=why))
     return kill(state, at, policy, why)
 
 
-def _on_start_or_bus_late(state: State, at: float, policy: Policy) -> Decision:
-    if state.phase is Phase.STARTING and state.storage.holds:
-        return Decision(
-            state.waiting_for_nothing()
-        )  # what is late may hang with the storage: it is waited for anew then
+def _on_start_late(state: State, at: float, policy: Policy) -> Decision:
+    """What the launch waited for at its first closed gate did not come."""
+    match closed_gates(state)[0]:
+        case Gate.STORAGE:  # what is late may hang with the storage: it is waited for anew then
+            return Decision(state.waiting_for_nothing())
+        case Gate.WATCHERS:
+            return _on_watchers_late(state, at, policy)
+        case Gate.CHECKPOINT:
+            plan = Plan(next=Next.END, why=(because.Late(timer=Timer.CHECKPOINT_CHOICE),), code=ExitCode.STORAGE)
+            return stop(state, at, plan, policy)
+        case Gate.CAUSE:
+            return on_judge_late(state, at, policy)
+        case Gate.PAUSE:
+            return go_on_starting(state, at, policy, (because.WaitOver(),))
+        case Gate.NODES:
+            return _on_nodes_late(state, at, policy)
+
+
+def _on_nodes_late(state: State, at: float, policy: Policy) -> Decision:
+    match state.timers.wait:
+        case Timer.UNFIT_RETRY:
+            return go_on_starting(state, at, policy, (because.CheckAgain(),))
+        case Timer.CLEARING:
+            state = state.waiting(Timer.NOT_CLEARED, at + policy.ask_within_s)
+            return Decision(
+                state, (do.AskUncleared(launch=state.launch.number),), (because.Late(timer=Timer.CLEARING),)
+            )
+        case _:
+            return stop(state, at, Plan(next=Next.REQUEUE, why=(because.Late(timer=Timer.CLEARING),)), policy)
+
+
+def _on_watchers_late(state: State, at: float, policy: Policy) -> Decision:
     missing = [node for node in state.nodes.usable if node not in state.watchers.ready]
-    if not missing and state.phase is Phase.TRAINING:
-        return _on_launch_late(state, at, policy)
-    if not missing and state.resume.chosen and state.failure is not None:
-        return on_judge_late(state, at, state.failure, policy)
-    if not missing and state.start.wait_until is not None:
-        return go_on_starting(state, at, policy, (because.WaitOver(),))
-    if not missing and state.start.unfit_since is not None and not state.start.clearing:
-        return go_on_starting(state, at, policy, (because.CheckAgain(),))
-    if not missing and state.start.clearing is Clearing.ASKED:
-        state = replace(state, start=replace(state.start, clearing=Clearing.LATE))
-        state = state.waiting(Timer.CLEARING, at + policy.ask_within_s)
-        return Decision(state, (do.AskUncleared(launch=state.launch.number),), (because.ClearingLate(),))
-    if not missing and state.start.clearing:
-        return stop(state, at, Plan(next=Next.REQUEUE, why=(because.ClearingLate(),)), policy)
-    if not missing:
-        plan = Plan(next=Next.END, why=(because.ChoosingLate(),), code=ExitCode.STORAGE)
-        return stop(state, at, plan, policy)
     nobody = state.phase is Phase.TRAINING and not state.watchers.ready
     if nobody and state.watchers.reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)

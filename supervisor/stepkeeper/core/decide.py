@@ -1,7 +1,7 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `storage`, `training`, `silence`, `slow_nodes`, `anomalies`, `recovery`, `notices`,
+order of a run: `starting`, `gates`, `storage`, `training`, `silence`, `slow_nodes`, `anomalies`, `recovery`, `notices`,
 `requests`, `faults`, `scale_up`, `bus`, `deadlines`; all of them end in `phases`.  What they change is in `state`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
@@ -29,7 +29,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judged, on_rolled_back
 from stepkeeper.core.requests import on_requested
 from stepkeeper.core.scale_up import on_idle_nodes, on_nodes_checked
-from stepkeeper.core.silence import on_clock_set, on_stacks, on_stood_still
+from stepkeeper.core.silence import on_clock_set, on_stacks, on_suspended
 from stepkeeper.core.slow_nodes import on_nodes_paced
 from stepkeeper.core.starting import (
     on_attempt_started,
@@ -50,7 +50,7 @@ from stepkeeper.core.training import (
     on_rank_exited,
     on_rank_hello,
     on_save_began,
-    on_save_gave_up,
+    on_save_failed,
     on_stopped,
 )
 
@@ -67,7 +67,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.PartFailed():
             return Decision(state, (), (because.PartFailed(part=event.part, error=event.error),))
         case on.Suspended():
-            return on_stood_still(state, event)
+            return on_suspended(state, event)
         case on.ClockSet():
             return on_clock_set(state, event, policy)
         case on.SignalReceived():
@@ -121,7 +121,7 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
         case on.CheckpointCommitted():
             return on_committed(state, event, policy)
         case on.SaveFailed():
-            return on_save_gave_up(state, event, policy)
+            return on_save_failed(state, event, policy)
         case on.TrainingFinished():
             return on_finished(state, event, policy)
         case on.TrainingStopped():

@@ -15,10 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.bus import restart_bus
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import clearing, go_on_starting
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
-    go_on_starting,
     kept,
     places,
     release,
@@ -72,16 +72,16 @@ def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
     if event.ok:
         return Decision(state, (), (because.NodesReleased(),))
     state = replace(state, nodes=replace(state.nodes, releasing=True))
-    return Decision(state, (), (because.NodesNotReleased(error=event.error),))
+    return Decision(state, (), (because.NodesReleased(error=event.error),))
 
 
 def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy) -> Decision:
     """Some nodes do not confirm, such as one whose rank hangs in the driver: leave them; the others can go on."""
-    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
+    if state.phase is not Phase.STARTING or not clearing(state, event.launch):
         return Decision(state)
     left = [node for node in event.nodes if node in state.nodes.usable]
     if not left or len(left) == len(state.nodes.usable):
-        return Decision(state.waiting(Timer.CLEARING, event.at))  # then the next rougher means: a requeue
+        return Decision(state.waiting_until(event.at))  # then the next rougher means: a requeue
     why = {node: (because.NodeNotClear(node=node),) for node in left}
     return _leave(state, event.at, why, policy, exclude=True)
 
@@ -120,7 +120,7 @@ def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -
     why = (because.MostNodesUnfit(), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
-    start = replace(state.start, clearing=None, unfit_since=since)
+    start = replace(state.start, unfit_since=since)
     state = replace(state, start=start).waiting(Timer.UNFIT_RETRY, at + policy.unfit_retry_s)
     return Decision(state, (), (*why, because.CheckAgain(after_s=policy.unfit_retry_s)))
 
@@ -153,6 +153,7 @@ def _leave(
     """Use some nodes no more, and do what follows from that."""
     why: Why = tuple(dict.fromkeys(reason for reasons in left.values() for reason in reasons))
     hit = state.launch.running and bool(set(left) & set(state.launch.nodes))
+    needed = hit or not state.launch.running  # else training goes on without it
     nodes, watchers = without_nodes(state, left).nodes, state.watchers
     releasing = nodes.releasing or (not (lost or rests) and bool(set(left) - {state.identity.batch_node}))
     gone = tuple((node, at) for node in left) if lost else ()
@@ -164,19 +165,18 @@ def _leave(
             ready=watchers.ready if rests else watchers.ready.difference(left),
             silent=watchers.silent.difference(left),
         ),
-        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + 1),
+        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + needed),
     )
     if rests:
         state = rest(state, at, left, policy)
     if exclude:
         state = _with_exclusions(state, at, left, policy)
-    again = state.leaving.plan is None or state.leaving.plan.next is Next.RELAUNCH
-    needed = hit or not state.launch.running or state.phase is Phase.STARTING  # else training goes on without it
-    if again and needed and state.budgets.node_losses > policy.node_losses_max:
+    # after training, the next choice of a checkpoint tells first whether a step was verified since
+    if state.phase is Phase.STARTING and state.budgets.node_losses > policy.node_losses_max:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:
-            return _start_without(_not_charged(state, left), at, why, policy, lost=lost)
+            return _start_without(_uncount_failure_on(state, left), at, why, policy, lost=lost)
         case Phase.TRAINING:
             return _train_without(state, at, why, policy, hit=hit, lost=lost)
         case _:
@@ -198,7 +198,7 @@ def _at_most(excluded: tuple[on.Exclusion, ...], state: State, policy: Policy) -
     return replace(state, nodes=nodes)
 
 
-def _not_charged(state: State, left: Mapping[str, Why]) -> State:
+def _uncount_failure_on(state: State, left: Mapping[str, Why]) -> State:
     """The launch before failed on such a node: that was no failure of the training."""
     if not state.budgets.failure_counted or not set(left) & set(state.launch.nodes):
         return state
@@ -207,10 +207,10 @@ def _not_charged(state: State, left: Mapping[str, Why]) -> State:
         times = repeats(last) - 1
         fewer = (replace(last, count=max(0, last.count - 1), repeats=times),) if times else ()
         state = replace(state, budgets=replace(state.budgets, tried=(*state.budgets.tried[:-1], *fewer)))
-    return replace(not_charged(state), failure=None)
+    return replace(uncount_failure(state), failure=None)
 
 
-def not_charged(state: State) -> State:
+def uncount_failure(state: State) -> State:
     """The launch before failed, and the training is not to blame."""
     failures = max(0, state.budgets.failures - state.budgets.failure_counted)
     return replace(state, budgets=replace(state.budgets, failure_counted=False, failures=failures))
@@ -289,7 +289,7 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decis
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)
     if state.identity.wrapped and not state.launch.all_tasks_started:
         state = state.waiting(Timer.TASKS_STARTED, at + policy.begin_within_s)
-    elif not state.launch.library_seen:
+    elif not (state.launch.library_seen or state.launch.library_withdrawn):
         state = state.waiting(Timer.LIBRARY, at + policy.announce_within_s)
     else:
         state = state.waiting_for_nothing()

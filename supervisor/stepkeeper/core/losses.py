@@ -91,4 +91,4 @@ def _wrong(losses: Losses, step: int, loss: float, policy: Policy) -> LossWrong 
     if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
         return None
     just_resumed = losses.resumed and losses.heard <= JUST_RESUMED + losses.wrong_words
-    return LossWrong(rule=DISCONTINUITY if just_resumed else SPIKE, step=step, loss=loss, usual=math.exp(median))
+    return LossWrong(rule=DISCONTINUITY if just_resumed else SPIKE, step=step, loss=loss, baseline=math.exp(median))

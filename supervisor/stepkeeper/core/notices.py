@@ -19,14 +19,14 @@ from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
 from stepkeeper.core.eviction import Judgement, expecting, judge_eviction
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import not_charged, without_lost
+from stepkeeper.core.faults import uncount_failure, without_lost
+from stepkeeper.core.gates import relaunch
 from stepkeeper.core.phases import (
     Decision,
     can_save,
     close,
     kill,
     query_slurm,
-    relaunch,
     request_save,
     save,
     stop,
@@ -62,7 +62,7 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
         return Decision(state)
     if state.query.signal in ("", NO_SIGNAL):
         state = replace(state, query=replace(state.query, signal=NODE_TERM))
-    return _ask_about(state, event.at, (because.StepsSignaled(node=event.node),), policy)
+    return _ask_about(state, event.at, (because.GotSignal(signal=event.signal, node=event.node),), policy)
 
 
 def _leaves(state: State) -> bool:
@@ -93,7 +93,7 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
         return Decision(state)  # too late: it was given up
     if state.suspended.asked:
         state = replace(state, suspended=replace(state.suspended, asked=False))
-        why = (because.SuspendedSinceAsked(),)
+        why = (because.AskedAgain(suspended=True),)
         return Decision(state, (do.AskSlurm(reasons=why),), why)
     again = state.query.question is Question.OUTDATED
     state = replace(state, query=replace(state.query, question=None))
@@ -103,14 +103,14 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
             state = replace(state, leaving=replace(state.leaving, preempted_at=event.job.preempt_at))
     if state.phase is Phase.REQUEUEING and again:
         state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)
-        return query_slurm(state, (because.SignalSinceAsked(),))
+        return query_slurm(state, (because.AskedAgain(),))
     judgement = judge_eviction(state, event.job, event.at, policy)
     if state.phase is Phase.REQUEUEING:
         return _requeue_if_right(state, event, judgement, policy)
     decision = _act(state, event, judgement, policy, final=not again)
     if not again or decision.state.phase is Phase.DONE or decision.state.query.asking:
         return decision
-    more = query_slurm(decision.state, (because.SignalSinceAsked(),))
+    more = query_slurm(decision.state, (because.AskedAgain(),))
     return Decision(more.state, (*decision.effects, *more.effects), decision.why)
 
 
@@ -193,7 +193,7 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
         state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
     if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
         # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
-        state = not_charged(replace(state, failure=None))
+        state = uncount_failure(replace(state, failure=None))
     # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
     later = state.leaving.term_at is not None or state.leaving.leave_at is None
     leave_at = deadline if later else _earlier(state.leaving.leave_at, deadline)
@@ -235,7 +235,7 @@ def _save_until(state: State, deadline: float) -> Decision:
         deadline = _earlier(before, deadline)
     shorter = before is not None and deadline < before and state.storage.verifying is None
     why = state.plan.why
-    state = state.waiting(Timer.SAVE, deadline)
+    state = state.waiting_until(deadline)  # for the save, or for ranks that leave after it
     return Decision(state, (request_save(state),) if shorter else (), why)
 
 
@@ -316,7 +316,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
 def give_up_requeue(state: State, at: float, policy: Policy) -> Decision:
     """End without a requeue: a person can still requeue the job, or resume the run."""
     code = ExitCode.REQUEUE_FAILED if state.requeue.requesting else ExitCode.UNDECIDED
-    return close(state, at, Plan(next=Next.END, why=(because.RequeueLate(),), code=code), policy)
+    return close(state, at, Plan(next=Next.END, why=(because.Late(timer=Timer.REQUEUE_END),), code=code), policy)
 
 
 def on_superseded(state: State, event: on.Superseded, policy: Policy) -> Decision:

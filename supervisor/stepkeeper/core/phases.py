@@ -20,9 +20,6 @@ from stepkeeper.core.state import (
     NO_SIGNAL,
     Blame,
     BusStatus,
-    Choice,
-    Clearing,
-    Failure,
     Next,
     Phase,
     Plan,
@@ -215,50 +212,8 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return finish(state, plan)
     state = replace(state, phase=Phase.REQUEUEING).beside(Timer.REQUEUE_END, at + REQUEUE_FOR_S)
     state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
-    asked = query_slurm(state, (because.RequeueAsked(),))
+    asked = query_slurm(state, (because.SlurmAsked(about="requeue"),))
     return Decision(asked.state, asked.effects, why)
-
-
-def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
-    """Start again in the same allocation, while it is found out why the launch failed.
-
-    What follows from that, and whether the budget lasts, is known with the newest checkpoint: `recovery`.
-    """
-    if not places(state):
-        return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
-    charged = state.leaving.plan is None or state.leaving.plan.blame is Blame.TRAINING
-    launch = state.launch
-    unseen = (
-        not launch.library_seen
-        and state.budgets.best_step is None  # else a framework's checkpoints tell of progress, where no library does
-        and launch.began_at is not None
-        and at - launch.began_at >= policy.unseen_progress_s
-    )
-    if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`recovery`)
-        tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
-        state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
-    judged = charged and (
-        launch.all_tasks_started or not state.identity.wrapped
-    )  # else it says nothing of the training
-    failure = Failure(launch=launch.number, step=launch.step, judge_by=at + policy.judge_within_s) if judged else None
-    judge = (do.JudgeLaunch(launch=launch.number, found=launch.found),) if judged else ()
-    released = release(state)
-    state = released.state
-    waits = (Timer.WATCHERS, at + policy.watcher_back_within_s)
-    if all_ready(state):
-        waits = (Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
-    state = replace(
-        state,
-        phase=Phase.STARTING,
-        budgets=replace(state.budgets, failures=state.budgets.failures + charged, failure_counted=charged),
-        failure=failure,
-        launch=replace(launch, number=launch.number + 1, first_failure=why),
-        leaving=replace(state.leaving, plan=None, fallback_plan=None),
-        resume=replace(state.resume, choice=Choice.OPEN),
-        start=replace(state.start, clearing=None),
-        timers=state.timers.waiting(*waits),
-    )
-    return Decision(state, (*released.effects, do.ChooseCheckpoint(), *judge), (because.Relaunch(), *why))
 
 
 def repeats(tried: Tried) -> int:
@@ -289,26 +244,6 @@ def kept(state: State) -> tuple[str, ...]:
     resting = [each.node for each in state.nodes.growth.resting]
     own = () if state.identity.batch_node in state.nodes.usable else (state.identity.batch_node,)
     return tuple(dict.fromkeys([*own, *state.nodes.usable, *resting]))
-
-
-def go_on_starting(state: State, at: float, policy: Policy, why: Why) -> Decision:
-    """In STARTING, clear the nodes once watchers answer, the checkpoint is chosen, and no failure is to be settled."""
-    if state.phase is not Phase.STARTING:
-        return Decision(state)
-    if not all_ready(state):
-        return Decision(state, (), why)
-    if state.storage.holds:
-        return Decision(state.waiting_for_nothing(), (), why)
-    if not state.resume.chosen:
-        return Decision(state.waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s), (), why)
-    if state.failure is not None:
-        return Decision(state.waiting(Timer.CAUSE, state.failure.judge_by), (), why)
-    if state.start.wait_until is not None and at < state.start.wait_until:
-        return Decision(state.waiting(Timer.PAUSE, state.start.wait_until), (), why)
-    state = replace(state, start=replace(state.start, wait_until=None, clearing=Clearing.ASKED))
-    state = state.waiting(Timer.CLEARING, at + policy.clear_within_s)
-    clear = do.ClearNodes(launch=state.launch.number, nodes=state.nodes.usable, first=places(state)[0])
-    return Decision(state, (clear,), why)
 
 
 def finish(state: State, plan: Plan) -> Decision:

@@ -105,7 +105,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The longest pause before the bus is started again: a node is unwatched for that time."""
 
     bus_restarts_max: int = 20
-    """Restarts of the bus without a commit in between: about three minutes of them, then it is no accident."""
+    """Restarts of a bus that did not last: about three minutes of them, then it is no accident."""
+
+    bus_lasts_s: float = 600.0
+    """A bus on which all watchers have answered for so long has lasted: its restart counts as the first."""
 
     progress_every_s: float = 60.0
     """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""

@@ -8,6 +8,7 @@ from typing import assert_never
 from stepkeeper.core import reasons as r
 from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.losses import DISCONTINUITY
+from stepkeeper.core.state import Timer
 
 NAMED_MAX = 4
 MIB = 2**20
@@ -20,6 +21,28 @@ NOTICES = {
     Notice.ASKED_TO_SAVE: "somebody asks the job to save",
     Notice.NOT_FOR_US: "nothing ends the job",
     Notice.UNKNOWN: "nobody knows why Slurm signaled",
+}
+
+LATE: dict[str, str] = {
+    Timer.CHECKPOINT_CHOICE: "the storage did not show the newest step directory",
+    Timer.CAUSE: "no cause was found",
+    Timer.CLEARING: "some nodes did not get clear",
+    Timer.TASKS_STARTED: "some tasks of the training step did not start",
+    Timer.SAVE: "the ranks did not save",
+    Timer.RANKS_LEAVE: "the ranks did not leave",
+    Timer.KILL: "the training step did not end after SIGKILL",
+    Timer.READ_BACK: "the last checkpoint was not verified",
+    Timer.WATCHERS_LEAVE: "the watchers did not leave",
+    Timer.SLURM_ANSWER: "Slurm did not answer",
+    Timer.STORAGE_TEST: "the storage did not end its test",
+    Timer.REQUEUE_END: "Slurm did not take the requeue",
+}
+RESTING = {
+    "checked": "these nodes are checked again",
+    "unanswered": "these nodes did not answer the check",
+    "fit": "these nodes are fit again, and wait for the next launch",
+    "used": "the next launch uses these nodes again",
+    "given_back": "these nodes take no part, and are given back",
 }
 
 
@@ -60,10 +83,12 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return "no verified step directory exists: the training starts from the beginning"
         case r.CheckpointFound(directory=directory):
             return f"the newest verified step directory is {directory}"
-        case r.NodesTakenBack(nodes=nodes):
-            return f"the next launch uses these nodes again: {_all(nodes)}"
         case r.StepsPassedOver(steps=steps):
             return f"newer step directories cannot be used: {', '.join(f'{name} ({said})' for name, said in steps)}"
+        case r.FailuresMax(failures=failures, of_nodes=True):
+            return f"{failures} nodes were lost or faulty without a newly verified step"
+        case r.FailuresMax(failures=failures, same=True):
+            return f"this failure came back {failures} times without a newly verified step"
         case r.FailuresMax(failures=failures):
             return f"{failures} launches failed without a newly verified step"
         case r.StorageUnusable(error=error):
@@ -95,8 +120,6 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"{took}, and returned them from {where} in {read_s:.3f} s"
         case r.StorageTestFailed(problem=problem):
             return f"the storage failed its test: {problem}"
-        case r.StorageTestLate(within_s=within_s):
-            return f"the storage did not end its test in {within_s:g} s"
         case r.StorageTrusted(directory=directory):
             start = directory.rpartition("/")[2] if directory else "the beginning"
             return f"the thorough test found no error, so the training goes on from {start}"
@@ -181,29 +204,20 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return error or f"srun ended with {code}"
         case r.RanksEndedSilently():
             return "the ranks ended with 0, but rank 0 never said that the training is finished"
-        case r.LaunchNeverBegan(within_s=within_s):
-            return f"some tasks of the training step did not start in {within_s:g} s"
         case r.Relaunch():
             return "the next launch is prepared"
-        case r.RanksLate():
-            return "the ranks did not leave in time"
-        case r.SaveLate():
-            return "the deadline of the save has passed"
-        case r.StepSurvivesKill():
-            return "the training step did not end in time after SIGKILL"
+        case r.Late(timer=timer, within_s=within_s):
+            after = "; go on with `stepkeeper resume RUN`" if timer == Timer.REQUEUE_END else ""
+            return f"{LATE.get(timer, timer)} {f'in {within_s:g} s' if within_s else 'in time'}{after}"
         # --- why a launch failed
         case r.CauseFound():
             return _cause(reason)
-        case r.CauseLate(within_s=within_s):
-            return f"no cause was found in {within_s:g} s"
         case r.Recovery(action=action, after_s=after_s):
             return f"the next action is {action.value}{f' after {after_s:g} s' if after_s else ''}"
         case r.NodeLeftFor(node=node):
             return f"the next launch does not use {node}, where launches failed"
         case r.CauseStays():
             return "another start does not change that"
-        case r.SameFailures(failures=failures):
-            return f"this failure came back {failures} times without a newly verified step"
         case r.DataLeftOut(step=step, steps=steps):
             return f"the ranks leave out the data of {steps} steps from step {step} on"
         case r.DataNotLeftOut(times=times):
@@ -219,24 +233,23 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.NoWayBack(error=error):
             return f"the training cannot go back to an older step: {error}"
         # --- what Slurm says, and people
-        case r.GotSignal(signal=signal):
-            return f"the supervisor got SIG{signal}"
-        case r.StepsSignaled(node=node):
-            return f"Slurm sent SIGTERM to the steps on {node}"
+        case r.GotSignal(signal=signal, node=node):
+            return f"Slurm sent SIG{signal} to the steps on {node}" if node else f"the supervisor got SIG{signal}"
         case r.TimeLimitNear():
             return "the time limit of the job is near"
-        case r.SuspendedSinceAsked():
-            return "the job was suspended after Slurm was asked, so Slurm is asked again"
-        case r.SignalSinceAsked():
-            return "a signal came after Slurm was asked, so Slurm is asked again"
+        case r.AskedAgain(suspended=suspended):
+            what = "the job was suspended" if suspended else "a signal came"
+            return f"{what} after Slurm was asked, so Slurm is asked again"
         case r.SlurmSaid(notice=notice, slurm_state=slurm_state):
             return f"{NOTICES[notice]} (Slurm says {slurm_state})"
         case r.SlurmUnreachable(error=error):
             return f"Slurm could not be asked ({error})"
+        case r.SlurmAsked(about="requeue"):
+            return "Slurm is asked once more before the requeue"
+        case r.SlurmAsked(about="save"):
+            return "Slurm is asked until when the save may take"
         case r.SlurmAsked():
             return "Slurm is asked about it"
-        case r.SlurmLate(within_s=within_s):
-            return f"Slurm did not answer in {within_s:g} s"
         case r.SlurmAway(for_s=for_s):
             return f"Slurm has not answered for {for_s:g} s"
         case r.WaitForSlurm():
@@ -249,8 +262,6 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return "Slurm does not requeue this job (Requeue=0): submit it again with `stepkeeper resume RUN`"
         case r.NoBatchScript():
             return "the job has no batch script to requeue: run again with the same --run-dir"
-        case r.RequeueAsked():
-            return "Slurm is asked once more before the requeue"
         case r.WithoutNodes(nodes=nodes):
             return f"the requeue excludes {_all(nodes)}"
         case r.SubmittedInstead():
@@ -267,20 +278,14 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the requeue did not succeed in {tries} tries: {error}"
         case r.RequeueFailed(error=error, again_s=again_s):
             return f"the requeue did not succeed, and is tried again in {again_s:g} s ({error})"
-        case r.RequeueLate():
-            return "Slurm did not take the requeue in time; go on with `stepkeeper resume RUN`"
         case r.RunDirectoryGone(path=path):
             return f"the run directory is gone: {path}"
         case r.ClockSet(seconds=seconds):
             return f"Slurm's clock was set: it moved by {seconds:+.0f} s"
-        case r.SaveLimitAsked():
-            return "Slurm is asked until when the save may take"
         case r.Superseded(job_id=job_id, restart_count=restart_count):
             return f"job {job_id} (restart {restart_count}) holds the lease now"
-        case r.SaveAsked(by=by):
-            return f"{by or 'somebody'} asks for a checkpoint"
-        case r.StopAsked(by=by):
-            return f"{by or 'somebody'} asks to save and end"
+        case r.Requested(by=by, kind=kind):
+            return f"{by or 'somebody'} asks {'for a checkpoint' if kind == 'save' else 'to save and end'}"
         case r.SaveRefused(phase=""):
             return "refused: no rank with the trainer library has answered, so none can save"
         case r.SaveRefused(phase=phase):
@@ -292,18 +297,16 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return "the fault is no reason to leave the node"
         case r.NodeDrained(node=node):
             return f"{node} is drained, so the job need not exclude it"
-        case r.NodesReleased():
-            return "the nodes that were left are given back"
-        case r.NodesNotReleased(error=error):
-            return f"the nodes that were left stay in the job: {error}"
+        case r.NodesReleased(error=error):
+            return f"the nodes that were left {f'stay in the job: {error}' if error else 'are given back'}"
         case r.NodeNotClear(node=node):
             return f"a process of the launch before does not die on {node}"
         case r.NodesLost(nodes=nodes, error=error):
             return f"no watcher answers on {_all(nodes)}, so the nodes count as lost{f' ({error})' if error else ''}"
         case r.LostRecently():
             return "the node was lost"
-        case r.NodeUnfit(node=node, text=said):
-            return f"{node} is not fit: {said}"
+        case r.NodeUnfit(node=node, text=said, again=again):
+            return f"{node} is {'still ' if again else ''}not fit: {said}"
         case r.UnfitNodesLeft():
             return "the nodes that are not fit were left already"
         case r.MostNodesUnfit():
@@ -312,30 +315,16 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return "the nodes are checked again"
         case r.CheckAgain(after_s=after_s):
             return f"the nodes are checked again in {after_s:g} s"
-        case r.ClearingLate():
-            return "some nodes did not get clear in time"
-        case r.ChoosingLate():
-            return "the storage did not show the newest step directory in time"
         case r.WaitOver():
             return "the wait before the launch is over"
         case r.SpareOnly():
             return "the node was a spare, so the training goes on"
-        case r.NodeGivenBack():
-            return "the node took no part, and is given back"
-        case r.StillUnfit(node=node, text=said):
-            return f"{node} is still not fit: {said}"
-        case r.FitAgain(nodes=nodes):
-            return f"these nodes are fit again, and wait for the next launch: {_all(nodes)}"
-        case r.ChecksUnanswered(nodes=nodes):
-            return f"these nodes did not answer the check: {_all(nodes)}"
-        case r.RestingGivenBack(nodes=nodes):
-            return f"these nodes failed too many checks, and are given back: {_all(nodes)}"
-        case r.RestingChecked(nodes=nodes):
-            return f"these nodes are checked again: {_all(nodes)}"
+        case r.RestingNodes(nodes=nodes, are=are):
+            return f"{RESTING[are]}: {_all(nodes)}"
+        case r.IdleNodes(error=error) if error:
+            return f"Slurm could not be asked for idle nodes ({error})"
         case r.IdleNodes(idle=idle, missing=missing):
             return f"{idle} nodes like ours are idle, and {missing} are missing"
-        case r.IdleUnknown(error=error):
-            return f"Slurm could not be asked for idle nodes ({error})"
         case r.GrowInPlace(nodes=count):
             return f"{count} more nodes can take part in a new launch"
         case r.GrowByRequeue(missing=missing):
@@ -356,8 +345,6 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             said = f"Slurm answers ({slurm_state})" if answered else f"Slurm does not answer either ({error})"
             rest = f", without {_all(without)}" if without else ""
             return f"{said}: the training goes on, and the watchers are started again{rest}"
-        case r.ClosingLate():
-            return "the watchers or the verification took too long"
         # --- how training goes
         case r.Silent(step=step, starting=starting):
             what = "the trainer library has not answered" if starting else "no rank has completed a step"
@@ -366,10 +353,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"no stacks came in time{', so they are collected again' if again else ''}"
         case r.StandsStill(step=step, stacks=stacks):
             return f"the training stands still since {_since(step)}: {stacks or 'no stacks came in time'}"
-        case r.StillMoves(stacks=stacks):
-            return f"the ranks take long, and still move: {stacks}"
-        case r.PerhapsAtWork(stacks=stacks):
-            return f"the ranks may still be at work: {stacks}"
+        case r.StillMoves(stacks=stacks, early=early):
+            return f"the ranks {'may still be at work' if early else 'take long, and still move'}: {stacks}"
         case r.SilentStart(stacks=stacks):
             return f"before the first word of the trainer library, {stacks}"
         case r.PartFailed(part=part, error=error):
@@ -422,19 +407,18 @@ def _cause(said: r.CauseFound) -> str:
     rank = f"rank {said.rank}" if said.rank is not None else ""
     where = _all(part for part in (said.location, rank, said.node) if part)
     at_step = f" at step {said.step}" if said.step is not None else ""
-    other = f", else {said.otherwise.value}" if said.otherwise not in (said.cause, Cause.UNKNOWN) else ""
+    other = f", else {said.second_cause.value}" if said.second_cause not in (said.cause, Cause.UNKNOWN) else ""
     sure = f"{100 * said.confidence:.0f} %, rule {said.rule}{other}"
     return f"the cause is {said.cause.value}{at_step} ({sure}){f': {where}' if where else ''}"
 
 
 def _loss(said: r.LossWrong) -> str:
-    if said.loss is None or said.usual is None:
+    if said.loss is None or said.baseline is None:
         return f"the loss is no finite number since step {said.step}"
     if said.rule == DISCONTINUITY:
-        return (
-            f"the loss after the resume is {said.loss:.4g} since step {said.step}, and was {said.usual:.4g} before it"
-        )
-    return f"the loss is {said.loss:.4g}, and was {said.usual:.4g}, since step {said.step}"
+        after = f"the loss after the resume is {said.loss:.4g} since step {said.step}"
+        return f"{after}, and was {said.baseline:.4g} before it"
+    return f"the loss is {said.loss:.4g}, and was {said.baseline:.4g}, since step {said.step}"
 
 
 def _slow_launch(said: r.LaunchSlow) -> str:
@@ -445,7 +429,7 @@ def _slow_launch(said: r.LaunchSlow) -> str:
         who += f", for the data of rank {said.rank}" if said.rank is not None else ""
     else:
         who = "all its nodes are new" if said.all_new else "no node of it stands out"
-    took = f"{said.seconds:.4g} s a step, and {said.usual:.4g} s in {said.launches} of them"
+    took = f"{said.seconds:.4g} s a step, and {said.baseline:.4g} s in {said.launches} of them"
     return f"this launch steps slower than those before it: {took}; {who}"
 
 

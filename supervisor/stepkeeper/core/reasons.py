@@ -6,6 +6,8 @@ the status and people; the journal holds both.  Facts are only ever added, with 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from stepkeeper.core.causes import Cause, Notice, Rung
@@ -71,12 +73,6 @@ class CheckpointFound(_Reason, frozen=True, kw_only=True):
     directory: str
 
 
-class NodesTakenBack(_Reason, frozen=True, kw_only=True):
-    """Nodes that rested take part in the next launch."""
-
-    nodes: tuple[str, ...]
-
-
 class StepsPassedOver(_Reason, frozen=True, kw_only=True):
     """Newer step directories cannot be used."""
 
@@ -84,9 +80,11 @@ class StepsPassedOver(_Reason, frozen=True, kw_only=True):
 
 
 class FailuresMax(_Reason, frozen=True, kw_only=True):
-    """So many launches failed without a newly verified step."""
+    """So many launches failed, or nodes were lost or faulty, without a newly verified step."""
 
     failures: int
+    of_nodes: bool = False
+    same: bool = False  # in one way; of launches that may have progressed unseen
 
 
 class StorageUnusable(_Reason, frozen=True, kw_only=True):
@@ -154,12 +152,6 @@ class StorageTestFailed(_Reason, frozen=True, kw_only=True):
     """The storage failed its test."""
 
     problem: str
-
-
-class StorageTestLate(_Reason, frozen=True, kw_only=True):
-    """The test of the storage did not end in time."""
-
-    within_s: float
 
 
 class StorageTrusted(_Reason, frozen=True, kw_only=True):
@@ -357,26 +349,15 @@ class RanksEndedSilently(_Reason, frozen=True, kw_only=True):
     """The ranks ended with 0, and rank 0 did not say that the training is finished."""
 
 
-class LaunchNeverBegan(_Reason, frozen=True, kw_only=True):
-    """Not every task of the training step started in time."""
-
-    within_s: float
-
-
 class Relaunch(_Reason, frozen=True, kw_only=True):
     """The next launch is prepared in the same allocation."""
 
 
-class RanksLate(_Reason, frozen=True, kw_only=True):
-    """The ranks did not leave in time."""
+class Late(_Reason, frozen=True, kw_only=True):
+    """What was waited for did not come in time."""
 
-
-class SaveLate(_Reason, frozen=True, kw_only=True):
-    """The deadline of the save has passed."""
-
-
-class StepSurvivesKill(_Reason, frozen=True, kw_only=True):
-    """The training step did not end in time after SIGKILL."""
+    timer: str  # `core.state.Timer`
+    within_s: float = 0.0  # 0: by an instant that others set
 
 
 # --- why a launch failed --------------------------------------------------------------------------
@@ -392,13 +373,7 @@ class CauseFound(_Reason, frozen=True, kw_only=True):
     location: str = ""
     rank: int | None = None
     node: str = ""
-    otherwise: Cause = Cause.UNKNOWN
-
-
-class CauseLate(_Reason, frozen=True, kw_only=True):
-    """No verdict came in time."""
-
-    within_s: float
+    second_cause: Cause = Cause.UNKNOWN
 
 
 class Recovery(_Reason, frozen=True, kw_only=True):
@@ -416,12 +391,6 @@ class NodeLeftFor(_Reason, frozen=True, kw_only=True):
 
 class CauseStays(_Reason, frozen=True, kw_only=True):
     """Another start does not change the cause."""
-
-
-class SameFailures(_Reason, frozen=True, kw_only=True):
-    """The same failure came back so often, and no newly verified step lies beyond it."""
-
-    failures: int
 
 
 class DataLeftOut(_Reason, frozen=True, kw_only=True):
@@ -467,27 +436,20 @@ class NoWayBack(_Reason, frozen=True, kw_only=True):
 
 
 class GotSignal(_Reason, frozen=True, kw_only=True):
-    """The batch process got a signal."""
+    """The batch process got a signal, or Slurm's steps on a node."""
 
     signal: str
-
-
-class StepsSignaled(_Reason, frozen=True, kw_only=True):
-    """Slurm sent SIGTERM to the steps on a node."""
-
-    node: str
+    node: str = ""
 
 
 class TimeLimitNear(_Reason, frozen=True, kw_only=True):
     """The job's time limit is near, by our own clock."""
 
 
-class SuspendedSinceAsked(_Reason, frozen=True, kw_only=True):
-    """The job was suspended after Slurm was asked: its answer may be out of date."""
+class AskedAgain(_Reason, frozen=True, kw_only=True):
+    """Slurm's answer is out of date: a signal came after the question, or the job was suspended."""
 
-
-class SignalSinceAsked(_Reason, frozen=True, kw_only=True):
-    """A signal came after Slurm was asked."""
+    suspended: bool = False
 
 
 class SlurmSaid(_Reason, frozen=True, kw_only=True):
@@ -506,11 +468,7 @@ class SlurmUnreachable(_Reason, frozen=True, kw_only=True):
 class SlurmAsked(_Reason, frozen=True, kw_only=True):
     """Slurm is asked why the ranks ended, or whether it answers at all."""
 
-
-class SlurmLate(_Reason, frozen=True, kw_only=True):
-    """Slurm did not answer in time."""
-
-    within_s: float
+    about: Literal["", "requeue", "save"] = ""  # whether a requeue is right; until when a save may take
 
 
 class SlurmAway(_Reason, frozen=True, kw_only=True):
@@ -543,10 +501,6 @@ class RequeueForbidden(_Reason, frozen=True, kw_only=True):
 
 class NoBatchScript(_Reason, frozen=True, kw_only=True):
     """Without a batch script nothing can be requeued."""
-
-
-class RequeueAsked(_Reason, frozen=True, kw_only=True):
-    """Slurm is asked once more before the requeue."""
 
 
 class WithoutNodes(_Reason, frozen=True, kw_only=True):
@@ -586,10 +540,6 @@ class RequeueFailed(_Reason, frozen=True, kw_only=True):
     tries: int = 0
 
 
-class RequeueLate(_Reason, frozen=True, kw_only=True):
-    """Slurm has not taken the requeue in time, and may not be there at all."""
-
-
 class RunDirectoryGone(_Reason, frozen=True, kw_only=True):
     """Somebody removed the run directory: nothing can be saved any more."""
 
@@ -602,10 +552,6 @@ class ClockSet(_Reason, frozen=True, kw_only=True):
     seconds: float  # forward
 
 
-class SaveLimitAsked(_Reason, frozen=True, kw_only=True):
-    """Slurm is asked again until when a save may take."""
-
-
 class Superseded(_Reason, frozen=True, kw_only=True):
     """A newer attempt holds the lease."""
 
@@ -613,16 +559,11 @@ class Superseded(_Reason, frozen=True, kw_only=True):
     restart_count: int
 
 
-class SaveAsked(_Reason, frozen=True, kw_only=True):
-    """Somebody asks for a checkpoint."""
+class Requested(_Reason, frozen=True, kw_only=True):
+    """Somebody asks for a checkpoint, or to save and end."""
 
     by: str
-
-
-class StopAsked(_Reason, frozen=True, kw_only=True):
-    """Somebody asks to save and end."""
-
-    by: str
+    kind: Literal["save", "stop"]
 
 
 class SaveRefused(_Reason, frozen=True, kw_only=True):
@@ -654,13 +595,9 @@ class NodeDrained(_Reason, frozen=True, kw_only=True):
 
 
 class NodesReleased(_Reason, frozen=True, kw_only=True):
-    """The nodes that were left are given back."""
+    """The nodes that were left are given back; with an error they stay in the job."""
 
-
-class NodesNotReleased(_Reason, frozen=True, kw_only=True):
-    """The nodes that were left stay in the job."""
-
-    error: str
+    error: str = ""
 
 
 class NodeNotClear(_Reason, frozen=True, kw_only=True):
@@ -685,6 +622,7 @@ class NodeUnfit(_Reason, frozen=True, kw_only=True):
 
     node: str
     text: str
+    again: bool = False  # it took no part, because it had failed one
 
 
 class UnfitNodesLeft(_Reason, frozen=True, kw_only=True):
@@ -701,14 +639,6 @@ class CheckAgain(_Reason, frozen=True, kw_only=True):
     after_s: float = 0.0
 
 
-class ClearingLate(_Reason, frozen=True, kw_only=True):
-    """Nodes did not get clear in time."""
-
-
-class ChoosingLate(_Reason, frozen=True, kw_only=True):
-    """The newest step directory was not found in time."""
-
-
 class WaitOver(_Reason, frozen=True, kw_only=True):
     """The launch has waited as long as the ladder says."""
 
@@ -717,52 +647,19 @@ class SpareOnly(_Reason, frozen=True, kw_only=True):
     """The node was a spare: training goes on."""
 
 
-class NodeGivenBack(_Reason, frozen=True, kw_only=True):
-    """The node took no part, and is given back."""
-
-
-class StillUnfit(_Reason, frozen=True, kw_only=True):
-    """A node that rests failed its check again."""
-
-    node: str
-    text: str
-
-
-class FitAgain(_Reason, frozen=True, kw_only=True):
-    """Nodes that rest passed their check."""
+class RestingNodes(_Reason, frozen=True, kw_only=True):
+    """What becomes of nodes that take no part."""
 
     nodes: tuple[str, ...]
-
-
-class ChecksUnanswered(_Reason, frozen=True, kw_only=True):
-    """Nodes that rest did not answer the check."""
-
-    nodes: tuple[str, ...]
-
-
-class RestingGivenBack(_Reason, frozen=True, kw_only=True):
-    """Nodes that failed too many checks are given back."""
-
-    nodes: tuple[str, ...]
-
-
-class RestingChecked(_Reason, frozen=True, kw_only=True):
-    """Nodes that rest are checked."""
-
-    nodes: tuple[str, ...]
+    are: Literal["checked", "unanswered", "fit", "used", "given_back"]
 
 
 class IdleNodes(_Reason, frozen=True, kw_only=True):
-    """How many nodes like ours are idle, and how many are missing."""
+    """How many nodes like ours are idle, and how many are missing; with an error Slurm could not be asked."""
 
-    idle: int
-    missing: int
-
-
-class IdleUnknown(_Reason, frozen=True, kw_only=True):
-    """Slurm could not be asked for idle nodes."""
-
-    error: str
+    idle: int = 0
+    missing: int = 0
+    error: str = ""
 
 
 class GrowInPlace(_Reason, frozen=True, kw_only=True):
@@ -818,10 +715,6 @@ class BusTriedAgain(_Reason, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
 
 
-class ClosingLate(_Reason, frozen=True, kw_only=True):
-    """The watchers, or the reading of the last checkpoint, took too long."""
-
-
 # --- how training goes ----------------------------------------------------------------------------
 
 
@@ -849,12 +742,7 @@ class StillMoves(_Reason, frozen=True, kw_only=True):
     """The ranks take long, and still move."""
 
     stacks: str
-
-
-class PerhapsAtWork(_Reason, frozen=True, kw_only=True):
-    """After a short silence the ranks may still be at work."""
-
-    stacks: str
+    early: bool = False  # a short silence: they may be at work
 
 
 class SilentStart(_Reason, frozen=True, kw_only=True):
@@ -882,7 +770,7 @@ class LossWrong(_Reason, frozen=True, kw_only=True):
     rule: str
     step: int  # the first
     loss: float | None = None  # None: no finite number
-    usual: float | None = None
+    baseline: float | None = None
 
 
 class NodeSlow(_Reason, frozen=True, kw_only=True):
@@ -926,7 +814,7 @@ class LaunchSlow(_Reason, frozen=True, kw_only=True):
     """A launch steps slower than those before it."""
 
     seconds: float
-    usual: float
+    baseline: float
     launches: int
     new: tuple[str, ...] = ()  # nodes that are new in it
     slowest: str = ""  # else the slowest node
@@ -974,7 +862,6 @@ Reason = (
     | NoticePerhapsMissed
     | NoCheckpoint
     | CheckpointFound
-    | NodesTakenBack
     | StepsPassedOver
     | FailuresMax
     | StorageUnusable
@@ -987,7 +874,6 @@ Reason = (
     | StorageTestBegins
     | StorageTestPassed
     | StorageTestFailed
-    | StorageTestLate
     | StorageTrusted
     | StorageNotRecovered
     | StorageTestAgain
@@ -1021,17 +907,12 @@ Reason = (
     | CommandGaveUp
     | StepFailed
     | RanksEndedSilently
-    | LaunchNeverBegan
     | Relaunch
-    | RanksLate
-    | SaveLate
-    | StepSurvivesKill
+    | Late
     | CauseFound
-    | CauseLate
     | Recovery
     | NodeLeftFor
     | CauseStays
-    | SameFailures
     | DataLeftOut
     | DataNotLeftOut
     | StartOver
@@ -1040,40 +921,32 @@ Reason = (
     | RolledBack
     | NoWayBack
     | GotSignal
-    | StepsSignaled
     | TimeLimitNear
-    | SuspendedSinceAsked
-    | SignalSinceAsked
+    | AskedAgain
     | SlurmSaid
     | SlurmUnreachable
     | SlurmAsked
-    | SlurmLate
     | SlurmAway
     | WaitForSlurm
     | EndedByHand
     | NoTimeToSave
     | RequeueForbidden
     | NoBatchScript
-    | RequeueAsked
     | WithoutNodes
     | SubmittedInstead
     | Requeued
     | RequeueNotAllowed
     | JobRefused
     | RequeueFailed
-    | RequeueLate
     | RunDirectoryGone
     | ClockSet
-    | SaveLimitAsked
     | Superseded
-    | SaveAsked
-    | StopAsked
+    | Requested
     | SaveRefused
     | NodeFault
     | NodeStays
     | NodeDrained
     | NodesReleased
-    | NodesNotReleased
     | NodeNotClear
     | NodesLost
     | LostRecently
@@ -1081,18 +954,10 @@ Reason = (
     | UnfitNodesLeft
     | MostNodesUnfit
     | CheckAgain
-    | ClearingLate
-    | ChoosingLate
     | WaitOver
     | SpareOnly
-    | NodeGivenBack
-    | StillUnfit
-    | FitAgain
-    | ChecksUnanswered
-    | RestingGivenBack
-    | RestingChecked
+    | RestingNodes
     | IdleNodes
-    | IdleUnknown
     | GrowInPlace
     | GrowByRequeue
     | WatcherGone
@@ -1102,12 +967,10 @@ Reason = (
     | NothingToWatch
     | NoWatcher
     | BusTriedAgain
-    | ClosingLate
     | Silent
     | NoStacks
     | StandsStill
     | StillMoves
-    | PerhapsAtWork
     | SilentStart
     | PartFailed
     | Suspended

@@ -18,11 +18,12 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import exclude, leave_on_suspicion, not_charged
-from stepkeeper.core.phases import Decision, go_on_starting, places, repeats, stop, without_nodes
+from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
+from stepkeeper.core.gates import go_on_starting, waiting
+from stepkeeper.core.phases import Decision, places, repeats, stop, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.state import Blame, Choice, Failure, Next, Phase, Plan, State, Timer
+from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
 
@@ -32,17 +33,19 @@ replace = msgspec.structs.replace
 def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
     """Why the launch before failed; what follows is decided with the newest checkpoint known."""
     failure = state.failure
-    if state.phase is not Phase.STARTING or failure is None or event.launch != failure.launch or failure.judged:
+    before = event.launch == state.launch.number - 1
+    if state.phase is not Phase.STARTING or failure is None or not before or failure.judged:
         return Decision(state)
     why = (found(event),)
     state = replace(state, failure=replace(failure, judged=event))
     return settle(state, event.at, event, why, policy) if state.resume.chosen else Decision(state, (), why)
 
 
-def on_judge_late(state: State, at: float, failure: Failure, policy: Policy) -> Decision:
+def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
     """Nobody can tell in time why it failed: storage that hangs holds its logs."""
-    why = (because.CauseLate(within_s=policy.judge_within_s),)
-    unknown = on.Judged(at=at, launch=failure.launch, cause=Cause.UNKNOWN, rule="no-verdict-in-time", confidence=0.0)
+    why = (because.Late(timer=Timer.CAUSE, within_s=policy.judge_within_s),)
+    launch, rule = state.launch.number - 1, "no-verdict-in-time"
+    unknown = on.Judged(at=at, launch=launch, cause=Cause.UNKNOWN, rule=rule, confidence=0.0)
     return settle(state, at, unknown, why, policy)
 
 
@@ -55,7 +58,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     ):
         return Decision(state)
     resume = replace(state.resume, choice=Choice.OPEN)
-    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, event.at + policy.choose_within_s)
+    state = waiting(replace(state, resume=resume), event.at, policy)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
@@ -84,7 +87,7 @@ def found(said: on.Judged) -> because.CauseFound:
         location=said.location,
         rank=said.rank,
         node=said.node,
-        otherwise=said.otherwise,
+        second_cause=said.second_cause,
     )
 
 
@@ -102,7 +105,7 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     first_failure = (*state.launch.first_failure, found(said))
     state = replace(state, failure=None, launch=replace(state.launch, first_failure=first_failure))
     if cause in UNCHARGED and count < len(row):
-        state = not_charged(state)
+        state = uncount_failure(state)
     if state.budgets.failures >= policy.failures_max:
         why = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.failures))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
@@ -110,7 +113,7 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     times = 1 + (repeats(before) if before is not None else 0)
     unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
     if unseen and cause not in UNCHARGED and times >= policy.failures_max:
-        why = (*state.launch.first_failure, because.SameFailures(failures=times))
+        why = (*state.launch.first_failure, because.FailuresMax(failures=times, same=True))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)
     index, word = _word(state, said.node, row, count)
@@ -184,7 +187,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             assert_never(word.rung)
 
 
-def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
+def _skip_data(state: State, case: _Case, why: Why, policy: Policy) -> tuple[State, Why]:
     """Have the data on which a loss went wrong left out, if that is wanted, and not too often."""
     if case.cause is not Cause.NUMERICAL or case.step is None or case.step < 1 or not policy.skip_data_steps:
         return state, why
@@ -198,7 +201,7 @@ def _leave_out(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
     """Go on from the newest verified step before the one at which it went wrong; else one checkpoint back."""
-    state, why = _leave_out(state, case, why, policy)
+    state, why = _skip_data(state, case, why, policy)
     wrong_at = case.step if case.cause is Cause.NUMERICAL and not case.poisoned else None
     if wrong_at is not None:
         # what a tier has newer may hold the wrong loss, and its data
@@ -209,7 +212,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
-    state = replace(state, resume=resume).waiting(Timer.CHECKPOINT_CHOICE, at + policy.choose_within_s)
+    state = waiting(replace(state, resume=resume), at, policy)
     effect = do.RollBack(
         launch=state.launch.number,
         below_step=below,

@@ -37,7 +37,7 @@ ANSWERED_MAX = 16
 
 def _save(state: State, event: on.Requested) -> Decision | None:
     """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
-    why = (because.SaveAsked(by=event.by),)
+    why = (because.Requested(by=event.by, kind="save"),)
     if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.launch.saving is not None):
         return None  # one is under way; the next one can be asked for then
     if state.phase is not Phase.TRAINING:
@@ -48,7 +48,7 @@ def _save(state: State, event: on.Requested) -> Decision | None:
 
 
 def _stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
-    why = (because.StopAsked(by=event.by),)
+    why = (because.Requested(by=event.by, kind="stop"),)
     plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
     match state.phase:
         case Phase.TRAINING if can_save(state):

@@ -82,7 +82,7 @@ def give_up(state: State, node: str, why: Why) -> Decision:
     if all(each.node != node for each in state.nodes.growth.resting):
         return Decision(state)
     released = release(dismiss(state, frozenset((node,))))
-    return Decision(released.state, released.effects, (*why, because.NodeGivenBack()))
+    return Decision(released.state, released.effects, (*why, because.RestingNodes(nodes=(node,), are="given_back")))
 
 
 def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> Decision:
@@ -92,9 +92,9 @@ def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> De
         return Decision(state)
     unfit = {each.node: each.why for each in event.unfit if each.node in looked_at}
     fit = [node for node in looked_at if node not in unfit]
-    why: Why = tuple(because.StillUnfit(node=node, text=said) for node, said in unfit.items())
+    why: Why = tuple(because.NodeUnfit(node=node, text=said, again=True) for node, said in unfit.items())
     if fit:
-        why += (because.FitAgain(nodes=tuple(fit)),)
+        why += (because.RestingNodes(nodes=tuple(fit), are="fit"),)
     return _looked(_grown(state, _fit(state.nodes.growth, fit)), event.at, unfit, why, policy)
 
 
@@ -121,7 +121,9 @@ def _looked(state: State, at: float, unfit: Iterable[str], why: Why, policy: Pol
     if not over:
         return Decision(state, (), why)
     released = release(dismiss(state, over))
-    return Decision(released.state, released.effects, (*why, because.RestingGivenBack(nodes=tuple(sorted(over)))))
+    return Decision(
+        released.state, released.effects, (*why, because.RestingNodes(nodes=tuple(sorted(over)), are="given_back"))
+    )
 
 
 def take_back(state: State, at: float) -> tuple[State, Why]:
@@ -138,7 +140,7 @@ def take_back(state: State, at: float) -> tuple[State, Why]:
     growth = replace(state.nodes.growth, resting=resting, looked_at=(), look_until=None)
     excluded = tuple(each for each in state.nodes.excluded if each.node not in back)
     state = replace(state, nodes=replace(state.nodes, usable=nodes, growth=growth, excluded=excluded))
-    return state, (because.NodesTakenBack(nodes=tuple(back)),)
+    return state, (because.RestingNodes(nodes=tuple(back), are="used"),)
 
 
 # --- beside training ------------------------------------------------------------------------------
@@ -162,12 +164,14 @@ def on_due(state: State, at: float, policy: Policy) -> Decision:
     """Look at nodes that rest; ask for idle ones."""
     growth = state.nodes.growth
     if growth.look_until is not None and at >= growth.look_until:
-        why = (because.ChecksUnanswered(nodes=growth.looked_at),)
+        why = (because.RestingNodes(nodes=growth.looked_at, are="unanswered"),)
         return _looked(state, at, growth.looked_at, why, policy)
     due = tuple(each.node for each in growth.resting if each.look_at is not None and at >= each.look_at)
     if due and not growth.looked_at:
         growth = replace(growth, looked_at=due, look_until=at + policy.clear_within_s)
-        return Decision(_grown(state, growth), (do.CheckNodes(nodes=due),), (because.RestingChecked(nodes=due),))
+        return Decision(
+            _grown(state, growth), (do.CheckNodes(nodes=due),), (because.RestingNodes(nodes=due, are="checked"),)
+        )
     if growth.ask_at is not None and at >= growth.ask_at:
         growth = replace(growth, asked=True, ask_at=at + _pause_s(state, policy))
         return Decision(_grown(state, growth), (do.AskIdleNodes(like=state.launch.nodes),))
@@ -185,7 +189,7 @@ def on_idle_nodes(state: State, event: on.IdleNodes) -> Decision:
     if (since is None) == (before is None):
         return Decision(state)
     if event.error:
-        return Decision(state, (), (because.IdleUnknown(error=event.error),))
+        return Decision(state, (), (because.IdleNodes(error=event.error),))
     return Decision(state, (), (because.IdleNodes(idle=len(event.nodes), missing=missing(state)),))
 
 

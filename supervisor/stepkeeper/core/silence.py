@@ -28,7 +28,7 @@ replace = msgspec.structs.replace
 
 def alive(state: State, at: float, policy: Policy) -> State:
     """A rank spoke: from here on silence counts anew."""
-    if not policy.hang_watch:
+    if not policy.hang_watch or state.launch.library_withdrawn:
         return state.beside(Timer.HANG, None)
     saving = state.launch.saving is not None
     allowed = silence_s(state.pace, policy, saving=saving)
@@ -103,7 +103,7 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
         return Decision(_not_watched(state), (), why)
     if state.silence.early_s and (event.moved or not event.idle):
-        why = (because.PerhapsAtWork(stacks=event.summary),)
+        why = (because.StillMoves(stacks=event.summary, early=True),)
         return Decision(_look_again(state, event.at), (), why)
     if event.moved:
         silence = replace(state.silence, looking=False, patience=2 * state.silence.patience)
@@ -148,7 +148,7 @@ def _stands_still(state: State, at: float, said: on.StacksCollected | None, poli
 SPANS = 0.5  # of the time that we were away: ranks are stopped a little later than we are
 
 
-def on_stood_still(state: State, event: on.Suspended) -> Decision:
+def on_suspended(state: State, event: on.Suspended) -> Decision:
     """Put off everything that is measured in silence; an answer that is on its way may be out of date."""
     away = event.seconds
     why = (because.Suspended(seconds=away),)
@@ -198,7 +198,7 @@ def on_clock_set(state: State, event: on.ClockSet, policy: Policy) -> Decision:
     if state.timers.get(Timer.LIMIT) is not None:  # else Slurm is being asked about it, or was
         state = expecting(state, policy)
     if state.phase is Phase.SAVING and state.leaving.leave_at is not None:  # by when was said by the clock before
-        return query_slurm_unprompted(state, (*why, because.SaveLimitAsked()))
+        return query_slurm_unprompted(state, (*why, because.SlurmAsked(about="save")))
     return Decision(state, (), why)
 
 

@@ -119,7 +119,7 @@ def _suspects(state: State) -> tuple[str, ...]:
 
 def _slow_launch(state: State, slower: baseline.Slower, suspects: tuple[str, ...]) -> because.LaunchSlow:
     new = _new_nodes(state)
-    said = because.LaunchSlow(seconds=slower.seconds, usual=slower.baseline, launches=slower.launches)
+    said = because.LaunchSlow(seconds=slower.seconds, baseline=slower.baseline, launches=slower.launches)
     if not suspects:
         return replace(said, all_new=bool(new))
     if suspects == new:

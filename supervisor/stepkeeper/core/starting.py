@@ -15,11 +15,11 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import are_lost, lose_nodes, on_unfit, was_lost
+from stepkeeper.core.gates import clearing, go_on_starting
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
     finish,
-    go_on_starting,
     places,
     query_slurm_unprompted,
     request_save,
@@ -125,6 +125,7 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     everyone = set(state.nodes.usable) <= watchers.ready
     if everyone:
         watchers = replace(watchers, silent=frozenset(), error="", tries=0, reachability=SlurmReachability.NONE)
+        watchers = replace(watchers, complete_at=event.at)
     state = replace(state, watchers=watchers)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.watchers.ready) == 1
@@ -191,6 +192,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         tried = past(state.budgets.tried, event.step)
         budgets = replace(state.budgets, best_step=event.step, failures=0, node_losses=0, tried=tried)
         state = replace(state, budgets=budgets)
+    if state.budgets.node_losses > policy.node_losses_max:
+        lost = (*state.launch.first_failure, because.FailuresMax(failures=state.budgets.node_losses, of_nodes=True))
+        return stop(state, event.at, Plan(next=Next.END, why=lost, code=ExitCode.NODES_LOST), policy)
     why: Why
     if event.directory is None:
         alone = bool(state.identity.attempt or state.launch.number) and not state.has_library
@@ -223,7 +227,7 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
 
 def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Nothing of an earlier launch is left anywhere: start the ranks."""
-    if state.phase is not Phase.STARTING or not state.start.clearing or event.launch != state.launch.number:
+    if state.phase is not Phase.STARTING or not clearing(state, event.launch):
         return Decision(state)
     if event.nodes and event.nodes != state.nodes.usable:
         return Decision(state)  # a node was left since: the others were asked again
@@ -238,7 +242,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         state,
         phase=Phase.TRAINING,
         timers=timers,
-        start=replace(state.start, clearing=None, unfit_since=None),
+        start=replace(state.start, unfit_since=None),
         launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
         budgets=replace(state.budgets, failure_counted=False),
         leaving=replace(state.leaving, eviction_confirmed=False, plan=None),

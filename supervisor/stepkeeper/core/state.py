@@ -62,13 +62,6 @@ class BusStatus(StrEnum):
     LEAVING = "leaving"  # the watchers were asked to leave
 
 
-class Clearing(StrEnum):
-    """Every node is asked whether nothing of an earlier launch is left there, and whether it is fit."""
-
-    ASKED = "asked"
-    LATE = "late"  # it takes too long: which nodes are missing?
-
-
 class Choice(StrEnum):
     """Which checkpoint the next launch begins with."""
 
@@ -93,7 +86,8 @@ class Timer(StrEnum):
     CAUSE = "cause"  # why the launch before failed
     PAUSE = "pause"  # what made it fail may pass
     UNFIT_RETRY = "unfit_retry"
-    CLEARING = "clearing"
+    CLEARING = "clearing"  # every node is asked whether it is clear and fit
+    NOT_CLEARED = "not_cleared"  # that takes too long: which nodes are missing?
     TASKS_STARTED = "tasks_started"
     LIBRARY = "library"  # its first word
     SAVE = "save"
@@ -213,7 +207,6 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that failed: why is being found out while the next one is prepared."""
 
-    launch: int
     step: int | None  # that it had completed, as far as we heard
     judge_by: float  # Unix seconds: then its cause counts as unknown
     judged: Judged | None = None
@@ -265,6 +258,7 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
     silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
     error: str = ""  # why the newest bus ended, until every watcher answers again
+    complete_at: float | None = None  # when all answered on the newest bus
     restarts: int = 0
     tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
     reachability: SlurmReachability = SlurmReachability.NONE
@@ -276,12 +270,11 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the next launch waits for, besides watchers, storage and checkpoint."""
+    """Since when, and until when, the next launch waits; what for, `gates` says."""
 
     wait_until: float | None = None  # the cause of the failure before may pass
     slurm_away_since: float | None = None  # the launch before could not begin, and waits for Slurm
     unfit_since: float | None = None  # most nodes fail the checks
-    clearing: Clearing | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,18 +296,12 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the storage can be trusted, and what is read back."""
 
-    testing: bool = False  # thoroughly, or once more: no launch starts
     suspect: Why = ()  # why it is
     failing_since: float | None = None  # it failed its test: no launch starts
     tries: int = 0
     reading_back: tuple[str, ...] = ()  # step directories: the first is being read, the others wait
     read_back_wrong: int = 0  # in a row
     verifying: str | None = None  # the last directory, read back while the ranks leave
-
-    @property
-    def holds(self) -> bool:
-        """Whether no launch may start because of it."""
-        return self.testing or self.failing_since is not None
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,6 +314,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     killed: bool = False
     all_tasks_started: bool = False  # every task has, or a rank spoke
     library_seen: bool = False  # a rank with the trainer library said hello
+    library_withdrawn: bool = False  # then rank 0 said that it saves nothing on request any more
     bus_restarted: bool = False  # words of its ranks may be lost
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # the last one completed, as far as we heard
@@ -420,8 +408,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_library(self) -> bool:
-        """Whether the trainer library has answered in this run, in this launch or an earlier one."""
-        return self.launch.library_seen or self.baseline.start_s > 0.0
+        """Whether the trainer library has answered in this run, and has not withdrawn in this launch."""
+        return self.launch.library_seen or (self.baseline.start_s > 0.0 and not self.launch.library_withdrawn)
 
     @property
     def plan(self) -> Plan:

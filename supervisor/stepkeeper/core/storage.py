@@ -13,7 +13,8 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, all_ready, go_on_starting, stop
+from stepkeeper.core.gates import go_on_starting
+from stepkeeper.core.phases import Decision, all_ready, stop
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.starting import on_checkpoint_chosen
@@ -52,13 +53,12 @@ def on_run_directory_gone(state: State, event: on.RunDirectoryGone, policy: Poli
 
 def _testing(state: State, at: float, policy: Policy) -> State:
     deadline = at + policy.storage_test_within_s + ANSWER_MARGIN_S
-    state = replace(state, storage=replace(state.storage, testing=True))
     return state.beside(Timer.STORAGE_RETRY, None).beside(Timer.STORAGE_TEST, deadline)
 
 
 def on_storage_tested(state: State, event: on.StorageTested, policy: Policy) -> Decision:
     """The storage took bytes and gave them back, or it did not."""
-    state = replace(state, storage=replace(state.storage, testing=False)).beside(Timer.STORAGE_TEST, None)
+    state = state.beside(Timer.STORAGE_TEST, None)
     said: Why = (_result(event),)
     if state.phase is not Phase.STARTING:
         return Decision(state, (), said)
@@ -100,17 +100,16 @@ def _failed(state: State, at: float, said: Why, policy: Policy, *, untrue: bool)
     pause = min(policy.storage_retry_max_s, policy.storage_retry_s * 2.0 ** min(state.storage.tries, 30))
     deadline = min(at + pause, since + policy.storage_wait_s)
     storage = replace(state.storage, failing_since=since, tries=state.storage.tries + 1)
-    start = replace(state.start, clearing=None)  # were the nodes asked already, their answer would start the launch
-    state = replace(state, storage=storage, start=start).waiting_for_nothing().beside(Timer.STORAGE_RETRY, deadline)
+    # were the nodes asked already, their answer would start the launch
+    state = replace(state, storage=storage).waiting_for_nothing().beside(Timer.STORAGE_RETRY, deadline)
     return Decision(state, (), (*said, because.StorageTestAgain(after_s=deadline - at)))
 
 
 def on_storage_late(state: State, at: float, policy: Policy) -> Decision:
     """Test it again; a test that did not even end by its own limit has failed."""
-    if state.storage.testing:
-        late = because.StorageTestLate(within_s=policy.storage_test_within_s)
-        state = replace(state, storage=replace(state.storage, testing=False)).beside(Timer.STORAGE_TEST, None)
-        return _failed(state, at, (late,), policy, untrue=False)
+    if state.timers.get(Timer.STORAGE_TEST) is not None:
+        late = because.Late(timer=Timer.STORAGE_TEST, within_s=policy.storage_test_within_s)
+        return _failed(state.beside(Timer.STORAGE_TEST, None), at, (late,), policy, untrue=False)
     return Decision(_testing(state, at, policy), (do.TestStorage(),), (because.StorageTestBegins(),))
 
 

@@ -18,7 +18,6 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import (
     BusStatus,
     Choice,
-    Clearing,
     Failure,
     Growth,
     Identity,
@@ -68,20 +67,18 @@ def _states() -> dict[str, State]:
         query=Query(),
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
         resume=replace(starting.resume, choice=Choice.CHOSEN, step=800),
-        failure=Failure(launch=-1, step=900, judge_by=AT + 20),
+        failure=Failure(step=900, judge_by=AT + 20),
         timers=Timers({Timer.CAUSE: AT + 60}),
     )
     clearing = replace(
         starting,
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
         resume=replace(starting.resume, choice=Choice.CHOSEN),
-        start=replace(starting.start, clearing=Clearing.ASKED),
         timers=Timers({Timer.CLEARING: AT + 60}),
     )
     training = replace(
         clearing,
         phase=Phase.TRAINING,
-        start=replace(clearing.start, clearing=None),
         launch=replace(clearing.launch, running=True, library_seen=True, step=900),
         timers=Timers(),
     )

@@ -12,6 +12,7 @@ from stepkeeper.core.anomalies import watch_loss
 from stepkeeper.core.baseline import saved, step_taken
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import relaunch
 from stepkeeper.core.phases import (
     Decision,
     all_ready,
@@ -20,7 +21,6 @@ from stepkeeper.core.phases import (
     kill,
     query_slurm,
     query_slurm_unprompted,
-    relaunch,
     stopping,
     take,
 )
@@ -63,15 +63,18 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
         return Decision(state)
     if event.unable:
         return _on_unable(state, event)
+    if state.launch.library_withdrawn and event.rank:
+        return Decision(state)  # late, or repeated to a new watcher: only rank 0's begins another training
     why: Why = () if state.launch.library_seen else (because.LibraryAnswers(framework=event.framework),)
     if event.resumed_step is not None and event.resumed_step != state.resume.step:
         why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume.step),)
         state = replace(state, resume=replace(state.resume, step=event.resumed_step))
     elif state.launch.library_seen:
         return Decision(state)
-    if not state.launch.library_seen and state.launch.began_at is not None:
+    starts = not (state.launch.library_seen or state.launch.library_withdrawn)
+    if starts and state.launch.began_at is not None:
         state = replace(state, baseline=baseline.started(state.baseline, event.at - state.launch.began_at))
-    return Decision(alive(_heard(state), event.at, policy), (), why)
+    return Decision(alive(_library_answers(state), event.at, policy), (), why)
 
 
 def _on_unable(state: State, event: on.RankHello) -> Decision:
@@ -79,34 +82,32 @@ def _on_unable(state: State, event: on.RankHello) -> Decision:
 
     All ranks withdraw; rank 0 says it for all.
     """
-    if event.rank:
+    if event.rank or state.launch.library_withdrawn:
         return Decision(state)
-    launch = replace(state.launch, library_seen=False, saving=None)
+    state = _library_answers(state)
+    launch = replace(state.launch, library_seen=False, library_withdrawn=True, saving=None)
     silence = replace(state.silence, looking=False)
     state = replace(state, launch=launch, silence=silence).beside(Timer.HANG, None)
     return Decision(state, (), (because.NotAttached(framework=event.framework, error=event.unable),))
 
 
-def _heard(state: State) -> State:
+def _library_answers(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
     waited_for = not state.launch.library_seen and state.phase is Phase.TRAINING and all_ready(state)
-    state = replace(
-        state,
-        launch=replace(state.launch, library_seen=True, all_tasks_started=True),
-        start=replace(state.start, slurm_away_since=None),
-    )
+    launch = replace(state.launch, library_seen=True, library_withdrawn=False, all_tasks_started=True)
+    state = replace(state, launch=launch, start=replace(state.start, slurm_away_since=None))
     return state.waiting_for_nothing() if waited_for else state
 
 
 def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """A step was completed."""
-    if not state.launch.runs(event.launch):
+    if not state.launch.runs(event.launch) or state.launch.library_withdrawn:
         return Decision(state)
     if event.printed:
         return Decision(_printed(state, event, policy))
     state, seconds = step_seconds(state, event.step_seconds)
     pace = step_taken(state.pace, seconds) if seconds is not None else state.pace
-    state = _heard(state)
+    state = _library_answers(state)
     state = alive(replace(state, launch=replace(state.launch, step=event.step), pace=pace), event.at, policy)
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
@@ -123,10 +124,10 @@ def _printed(state: State, event: on.Progressed, policy: Policy) -> State:
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
     """A save is in flight."""
-    if not state.launch.runs(event.launch):
+    if not state.launch.runs(event.launch) or state.launch.library_withdrawn:
         return Decision(state)
     suspended = replace(state.suspended, save=0.0)
-    state = _heard(replace(state, suspended=suspended))
+    state = _library_answers(replace(state, suspended=suspended))
     return Decision(alive(replace(state, launch=replace(state.launch, saving=event.save_id)), event.at, policy))
 
 
@@ -139,8 +140,6 @@ def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) ->
     state = replace(
         state,
         launch=replace(state.launch, saving=None),
-        watchers=replace(state.watchers, restarts=0),
-        budgets=replace(state.budgets, node_losses=0),
         pace=pace,
         resume=replace(state.resume, went_back=False),
     )
@@ -175,7 +174,7 @@ def _leaves_to_grow(state: State) -> bool:
     return state.leaving.plan is not None and state.leaving.plan.to_grow and state.leaving.plan.next is Next.RELAUNCH
 
 
-def on_save_gave_up(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
+def on_save_failed(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
     """A save failed: training goes on, and older steps are untouched."""
     if not state.launch.runs(event.launch):
         return Decision(state)
@@ -199,7 +198,7 @@ def _leave_soon(state: State, at: float, policy: Policy) -> State:
     if state.launch.killed:
         return state
     known = state.deadline_at if state.phase is not Phase.TRAINING else None  # there it is the watchers'
-    return state if known is not None and known <= deadline else state.waiting(Timer.RANKS_LEAVE, deadline)
+    return state.waiting(Timer.RANKS_LEAVE, deadline if known is None else min(known, deadline))
 
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:

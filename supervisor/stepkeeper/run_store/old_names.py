@@ -19,7 +19,11 @@ EFFECTS = {
     "tell_replay": "report_replay",
     "answer_ask": "answer_request",
 }
-FIELDS = {"usual": "baseline", "left_out": "skipped_data"}  # of records, events and effects
+FIELDS = {
+    "usual": "baseline",
+    "left_out": "skipped_data",
+    "otherwise": "second_cause",
+}  # of records, events and effects
 STATE = FIELDS | {  # of the state, in `missed`
     "told": "eviction_confirmed",
     "heard": "library_seen",
@@ -28,7 +32,38 @@ STATE = FIELDS | {  # of the state, in `missed`
     "doubt": "slurm_reachability",
     "otherwise": "fallback_plan",
 }
-_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE}).encode() + b')"')
+REASONS: dict[str, dict[str, object]] = {  # merged before 0.2: what each is now, and its fact
+    "save_late": {"reason": "late", "timer": "save"},
+    "ranks_late": {"reason": "late", "timer": "ranks_leave"},
+    "step_survives_kill": {"reason": "late", "timer": "kill"},
+    "closing_late": {"reason": "late", "timer": "watchers_leave"},
+    "clearing_late": {"reason": "late", "timer": "clearing"},
+    "choosing_late": {"reason": "late", "timer": "checkpoint_choice"},
+    "cause_late": {"reason": "late", "timer": "cause"},
+    "launch_never_began": {"reason": "late", "timer": "tasks_started"},
+    "storage_test_late": {"reason": "late", "timer": "storage_test"},
+    "slurm_late": {"reason": "late", "timer": "slurm_answer"},
+    "requeue_late": {"reason": "late", "timer": "requeue_end"},
+    "requeue_asked": {"reason": "slurm_asked", "about": "requeue"},
+    "save_limit_asked": {"reason": "slurm_asked", "about": "save"},
+    "nodes_taken_back": {"reason": "resting_nodes", "are": "used"},
+    "fit_again": {"reason": "resting_nodes", "are": "fit"},
+    "checks_unanswered": {"reason": "resting_nodes", "are": "unanswered"},
+    "resting_given_back": {"reason": "resting_nodes", "are": "given_back"},
+    "resting_checked": {"reason": "resting_nodes", "are": "checked"},
+    "node_given_back": {"reason": "resting_nodes", "are": "given_back", "nodes": []},
+    "save_asked": {"reason": "requested", "kind": "save"},
+    "stop_asked": {"reason": "requested", "kind": "stop"},
+    "steps_signaled": {"reason": "got_signal", "signal": "TERM"},
+    "signal_since_asked": {"reason": "asked_again"},
+    "suspended_since_asked": {"reason": "asked_again", "suspended": True},
+    "still_unfit": {"reason": "node_unfit", "again": True},
+    "same_failures": {"reason": "failures_max", "same": True},
+    "perhaps_at_work": {"reason": "still_moves", "early": True},
+    "nodes_not_released": {"reason": "nodes_released"},
+    "idle_unknown": {"reason": "idle_nodes"},
+}
+_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE, *REASONS}).encode() + b')"')
 
 
 def translate(data: bytes) -> bytes:
@@ -45,7 +80,7 @@ def translate(data: bytes) -> bytes:
     record = msgspec.json.decode(data)
     if not isinstance(record, dict):
         return data
-    record = _renamed(record, FIELDS)
+    record = _reasons(_renamed(record, FIELDS))
     if isinstance(event := record.get("event"), dict):
         record["event"] = _tagged(event, "event", EVENTS)
     if isinstance(effects := record.get("effects"), list):
@@ -64,3 +99,17 @@ def _tagged(value: dict[str, Any], field: str, tags: dict[str, str]) -> dict[str
 
 def _renamed(value: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {names.get(key, key): each for key, each in value.items()}
+
+
+def _reasons(value: Any) -> Any:
+    """Rename reasons, wherever they are."""
+    match value:
+        case {"reason": str(tag), **facts}:
+            named = {FIELDS.get(str(key), key): each for key, each in facts.items()}
+            return {**named, **REASONS.get(tag, {"reason": tag})}
+        case dict():
+            return {key: _reasons(each) for key, each in value.items()}
+        case list():
+            return [_reasons(each) for each in value]
+        case _:
+            return value

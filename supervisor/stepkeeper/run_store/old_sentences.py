@@ -38,7 +38,9 @@ def _lost(match: re.Match[str]) -> because.Reason:
 
 def _loss(match: re.Match[str]) -> because.Reason:
     rule = DISCONTINUITY if match["resumed"] else SPIKE
-    return because.LossWrong(rule=rule, step=int(match["step"]), loss=float(match["loss"]), usual=float(match["usual"]))
+    return because.LossWrong(
+        rule=rule, step=int(match["step"]), loss=float(match["loss"]), baseline=float(match["usual"])
+    )
 
 
 _SENTENCES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], because.Reason]], ...] = (

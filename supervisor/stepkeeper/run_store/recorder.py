@@ -34,8 +34,8 @@ class RateLimiter:
     def take(self, now: float) -> bool:
         """Take one, if there is one.
 
-        >>> allowance = RateLimiter(burst=2, every_s=10.0)
-        >>> [allowance.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
+        >>> limiter = RateLimiter(burst=2, every_s=10.0)
+        >>> [limiter.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
         [True, True, False, True, False]
         """
         if self._at is not None:
@@ -77,8 +77,8 @@ class Recorder:
             return None
         sample = came_to_nothing and isinstance(event, SAMPLED)
         limited = sample or (not decision.effects and not isinstance(event, SAMPLED))
-        allowance = self._limiters.get(type(event)) if limited else None
-        if allowance is not None and not allowance.take(event.at):
+        limiter = self._limiters.get(type(event)) if limited else None
+        if limiter is not None and not limiter.take(event.at):
             return None
         self._number += 1
         missed: dict[str, Any] = {}
@@ -143,12 +143,12 @@ KEYS = {
     "ready": ("watchers", "ready"),
     "silent": ("watchers", "silent"),
     "bus_error": ("watchers", "error"),
+    "bus_complete_at": ("watchers", "complete_at"),
     "bus_restarts": ("watchers", "restarts"),
     "bus_tries": ("watchers", "tries"),
     "slurm_reachability": ("watchers", "reachability"),
     "bus_status": ("watchers", "status"),
     "wait_until": ("start", "wait_until"),
-    "clearing_nodes": ("start", "clearing"),
     "unfit_since": ("start", "unfit_since"),
     "slurm_away_since": ("start", "slurm_away_since"),
     "choice": ("resume", "choice"),
@@ -156,7 +156,6 @@ KEYS = {
     "resume_step": ("resume", "step"),
     "went_back": ("resume", "went_back"),
     "skipped_data": ("resume", "skipped_data"),
-    "testing": ("storage", "testing"),
     "suspect": ("storage", "suspect"),
     "storage_since": ("storage", "failing_since"),
     "storage_tries": ("storage", "tries"),
@@ -170,6 +169,7 @@ KEYS = {
     "killed": ("launch", "killed"),
     "all_tasks_started": ("launch", "all_tasks_started"),
     "library_seen": ("launch", "library_seen"),
+    "library_withdrawn": ("launch", "library_withdrawn"),
     "bus_restarted_in_launch": ("launch", "bus_restarted"),
     "slurm_sent": ("launch", "slurm_sent"),
     "step": ("launch", "step"),

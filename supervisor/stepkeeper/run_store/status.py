@@ -10,6 +10,7 @@ import msgspec
 
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, State
 from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -43,6 +44,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None = None  # newest committed one that we heard of
     resumed_from: str | None = None
     library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
+    waits_for: tuple[str, ...] = ()  # of a launch that is to start: `core.gates.Gate`, the first first
     why: str = ""  # the newest decision
     reason: str = ""  # its first reason: a tag of `core.reasons`
     exit_code: int | None = None
@@ -88,7 +90,7 @@ def is_silent(status: Status, now: float) -> bool:
 
 def changes(status: Status, event: on.Event, before: State, state: State) -> dict[str, object]:
     """Return what one event, and the state after it, change in a status."""
-    found: dict[str, object] = {"phase": state.phase.value}
+    found: dict[str, object] = {"phase": state.phase.value, "waits_for": closed_gates(state)}
     if state.launch.running:  # else the number is that of a launch that is being prepared, and may never be started
         found |= {"launch": state.launch.number, "launched": True}
         if (status.launch, status.launched) != (state.launch.number, True) and status.step != state.resume.step:

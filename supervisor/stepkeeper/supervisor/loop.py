@@ -100,9 +100,9 @@ class Supervisor:
         self.launch: launch.Launch | None = None
         self.writers: checkpoints.Writers | None = None  # of what the ranks save
         assignment = setting.assignment
-        self.crew = VerifyPool(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
+        self.verify_pool = VerifyPool(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
         self.evidence_buffer = diagnosis.EvidenceBuffer(setting.lease.attempt, setting.lease.restart_count)
-        self.standing = stack_collector.StackCollector(inbox)
+        self.stack_collector = stack_collector.StackCollector(inbox)
         self.standbys: standbys.Standbys | None = None
         if setting.standby_imports is not None:
             modules = setting.standby_imports
@@ -240,7 +240,7 @@ class Supervisor:
             case do.ChooseCheckpoint():
                 directory = setting.directory.checkpoints
                 checkpoints.choose(
-                    directory, crew=self.crew, inbox=self.inbox, after=self.storage_test, foreign=self.foreign
+                    directory, pool=self.verify_pool, inbox=self.inbox, after=self.storage_test, foreign=self.foreign
                 )
             case do.VerifyCheckpoint():
                 self._verify(effect)
@@ -319,13 +319,13 @@ class Supervisor:
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
             note=self._note_node,
-            on_share=self.inbox.guard(Part.READERS, self.crew.receive),
-            on_stack=self.inbox.guard(Part.STACKS, self.standing.receive),
+            on_share=self.inbox.guard(Part.READERS, self.verify_pool.receive),
+            on_stack=self.inbox.guard(Part.STACKS, self.stack_collector.receive),
             on_told=self._note_told,
             after_s=effect.after_s,
             size=len(effect.nodes),
         )
-        self.crew.use(self.bus)
+        self.verify_pool.use(self.bus)
         self._renew()
 
     def _note_node(self, node: str, text: str) -> None:
@@ -341,12 +341,12 @@ class Supervisor:
             effect,
             writers=self.writers,
             patient=self.state.phase is Phase.TRAINING,  # else the job is about to leave
-            crew=self.crew,
+            pool=self.verify_pool,
             inbox=self.inbox,
         )
 
     def _collect_stacks(self, effect: do.CollectStacks) -> None:
-        number = self.standing.begin(effect)
+        number = self.stack_collector.begin(effect)
         if self.bus is not None:
             self.bus.say(lines.Stacks(launch=effect.launch, number=number))
 

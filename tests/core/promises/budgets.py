@@ -90,11 +90,12 @@ def the_same_failure_is_bounded_without_a_newly_verified_step(turns):
 
 @promise
 def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
-    """Every loop has a budget that only a commit, or a step that was verified anew, fills again."""
+    """Every loop has a budget that only a bus that lasted, or a step that was verified anew, fills again."""
     restarts = 0
     for turn in turns:
-        committed = isinstance(turn.event, on.CheckpointCommitted) and turn.after.watchers.restarts == 0
-        restarts = 0 if committed else restarts
+        complete_at = turn.before.watchers.complete_at
+        lasted = complete_at is not None and turn.event.at - complete_at >= POLICY.bus_lasts_s
+        restarts = 0 if lasted and turn.ordered(do.StartBus) else restarts
         beside = turn.before.phase is Phase.TRAINING and not turn.before.watchers.ready  # while Slurm is away
         started = len([order for order in turn.ordered(do.StartBus) if order.bus > 1])
         restarts += started if not beside else 0
@@ -102,6 +103,19 @@ def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
         assert turn.after.requeue.tries <= POLICY.requeue_tries_max
         if turn.ordered(do.StartLaunch):
             assert turn.after.budgets.node_losses <= POLICY.node_losses_max
+
+
+@promise
+def a_commit_that_nobody_verified_fills_no_budget(turns):
+    """It may be damaged, and each attempt may commit the same step again."""
+    for turn in turns:
+        before, after = turn.before, turn.after
+        if isinstance(turn.event, on.CheckpointCommitted):
+            assert after.budgets.failures == before.budgets.failures
+            assert after.budgets.node_losses >= before.budgets.node_losses
+            assert after.budgets.tried == before.budgets.tried
+            assert after.budgets.best_step == before.budgets.best_step
+            assert after.watchers.restarts >= before.watchers.restarts
 
 
 @promise

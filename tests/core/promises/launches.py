@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.gates import Gate, closed_gates
 from stepkeeper.core.state import Phase, Timer
 from tests.core.promises.register import all_watched, promise
 
@@ -15,11 +16,34 @@ def a_launch_starts_alone_and_only_when_all_is_ready(turns):
         for effect in turn.ordered(do.StartLaunch):
             assert all_watched(turn.before)
             assert turn.before.resume.chosen
-            assert turn.before.start.clearing
+            assert closed_gates(turn.before) == (Gate.NODES,)
             assert isinstance(turn.event, on.NodesCleared)
             assert turn.event.launch == effect.launch == turn.before.launch.number
             assert not turn.before.launch.running
             assert turn.after.launch.running
+
+
+WAITS = {
+    Gate.STORAGE: (None,),  # its timers run beside
+    Gate.WATCHERS: (Timer.WATCHERS,),
+    Gate.CHECKPOINT: (Timer.CHECKPOINT_CHOICE,),
+    Gate.CAUSE: (Timer.CAUSE,),
+    Gate.PAUSE: (Timer.PAUSE,),
+    Gate.NODES: (Timer.CLEARING, Timer.NOT_CLEARED, Timer.UNFIT_RETRY),
+}
+
+
+@promise
+def a_start_waits_at_a_closed_gate_and_the_nodes_are_asked_last(turns):
+    """Its timer names what is waited for; and no answer of the nodes is older than what else had to come."""
+    for turn in turns:
+        state = turn.after
+        closed = closed_gates(state)
+        assert bool(closed) == (state.phase is Phase.STARTING)
+        if closed and state.watchers.bus:
+            assert state.timers.wait in [timer for gate in closed for timer in WAITS[gate]]
+        if turn.ordered(do.ClearNodes):
+            assert closed == (Gate.NODES,)
 
 
 @promise
@@ -37,7 +61,7 @@ def no_launch_starts_on_storage_that_failed_its_test_or_is_under_test(turns):
     """Hours of training that nobody can save are lost hours."""
     for turn in turns:
         if turn.ordered(do.StartLaunch):
-            assert not turn.before.storage.testing
+            assert turn.before.timers.get(Timer.STORAGE_TEST) is None
             assert turn.before.storage.failing_since is None
         lied = isinstance(turn.event, on.StorageTested) and turn.event.untrue and not turn.event.ok
         assert not (lied and turn.after.phase is Phase.STARTING)
@@ -57,13 +81,27 @@ def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
 
 
 @promise
+def a_library_that_withdrew_is_revived_by_rank_0_alone(turns):
+    """Its silence means nothing, and a notice is a signal: a late word of another rank must not change that."""
+    for turn in turns:
+        before, after = turn.before.launch, turn.after.launch
+        if after.library_withdrawn and turn.after.phase is Phase.TRAINING:
+            assert not after.library_seen
+            assert not turn.after.has_library
+            assert turn.after.timers.get(Timer.HANG) is None
+        if before.library_withdrawn and after.library_seen:
+            assert isinstance(turn.event, on.RankHello)
+            assert turn.event.rank == 0
+
+
+@promise
 def a_rollback_goes_back(turns):
     """Never to the step that training came from, and never while ranks run."""
     for turn in turns:
         for effect in turn.ordered(do.RollBack):
             assert effect.below_step <= turn.after.resume.step  # which the same turn may have chosen
             assert not turn.after.launch.running
-            assert turn.after.deadline_at is not None
+            assert turn.after.deadline_at is not None or Gate.STORAGE in closed_gates(turn.after)
             assert not turn.after.resume.chosen
 
 

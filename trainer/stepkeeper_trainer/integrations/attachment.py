@@ -232,6 +232,7 @@ class Attachment:
 
     def _guarded(self, act: Callable[[], R], otherwise: R) -> R:
         if not self.open:
+            self._link.flush()  # the word that it has withdrawn may still wait for a watcher
             return otherwise
         try:
             return act()
@@ -420,6 +421,8 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
     except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without us
         attachment.open = False
         _refuse(attachment.training, in_words(error))
+        if attachment._reporter is not None:  # noqa: SLF001  # it has introduced itself before it failed
+            attachment._reporter.unable(in_words(error))  # noqa: SLF001
     return attachment
 
 

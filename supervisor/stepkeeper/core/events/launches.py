@@ -165,7 +165,7 @@ class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):
     rank: int | None = None  # that failed first, where that is known
     node: str = ""
     step: int | None = None  # the last one of the launch; where a loss went wrong, the first such
-    otherwise: Cause = Cause.UNKNOWN  # what it would be without the strongest piece
+    second_cause: Cause = Cause.UNKNOWN  # what it would be without the strongest piece
 
 
 class RolledBack(OfLaunch, frozen=True, kw_only=True, tag="rolled_back"):

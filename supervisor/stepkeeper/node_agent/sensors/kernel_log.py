@@ -23,6 +23,7 @@ from typing import IO, Any
 import msgspec
 
 from stepkeeper.node_agent.sensors.readings import Evidence, KernelGap, KernelRecord, Reading
+from stepkeeper.node_agent.sensors.stoppable import Stoppable
 from stepkeeper.node_agent.xid.parse import SYSCTL
 
 DEVICE = "/dev/kmsg"
@@ -98,7 +99,7 @@ def users_may_write(path: Path = NETFILTER_OF_ALL) -> bool:
         return False  # no netfilter, or no log of it
 
 
-class KernelLog:
+class KernelLog(Stoppable):
     """Reads on a thread of its own and hands `KernelRecord`, `KernelGap` and `Evidence` to a callback.
 
     `Evidence` with `what="sensor"` says that the log cannot be read, and why, and when it can again.  The callback must
@@ -116,6 +117,7 @@ class KernelLog:
         read: Callable[[int, int], bytes] = os.read,
     ) -> None:
         """Prepare.  `allow_injected` believes what user space wrote too: only ever for acceptance tests."""
+        super().__init__("kmsg")
         self._callback = callback
         self._path = path
         self._boot = boot if boot is not None else boot_id()
@@ -125,22 +127,7 @@ class KernelLog:
         self._read = read
         self._overrun = False
         self._problem = ""
-        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kmsg", daemon=True)
         self.caught_up = threading.Event()  # everything that was there at the start has been handed over
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self, within_s: float = 2.0) -> None:
-        """End the thread, once; returns in time."""
-        os.write(self._stop_write, b"x")
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(within_s)
-        if not self._thread.is_alive():
-            os.close(self._stop_read)
-            os.close(self._stop_write)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -158,7 +145,7 @@ class KernelLog:
                 finally:
                     os.close(descriptor)
             self.caught_up.set()  # as far as it goes
-            if select.select([self._stop_read], [], [], TRY_AGAIN_S if self._problem else 0.0)[0]:
+            if self._stopped(TRY_AGAIN_S if self._problem else 0.0):
                 return
 
     def _open(self) -> int:
@@ -178,7 +165,7 @@ class KernelLog:
                 self.caught_up.set()
                 stopping = any(found == self._stop_read for found, _ in poll.poll())
             else:
-                stopping = bool(select.select([self._stop_read], [], [], 0.0)[0])
+                stopping = self._stopped(0.0)
 
     def _read_some(self, descriptor: int) -> bool:
         """Read what is there, but not for ever; return whether that was all."""

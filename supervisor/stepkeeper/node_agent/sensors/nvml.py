@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,6 +20,7 @@ import msgspec
 from stepkeeper.isolation import flags
 from stepkeeper.node_agent.sensors import readings
 from stepkeeper.node_agent.sensors.readings import Begins, FromChild, GpuHealth, NvmlState, NvmlStatus, Reading
+from stepkeeper.node_agent.sensors.stoppable import Stoppable
 
 COMMAND = ("-m", "stepkeeper.node_agent.sensors.nvml_child")
 STARTING = "start of the NVML process"
@@ -171,7 +171,7 @@ class _Child:
         return self.words.decode(errors="replace").strip()
 
 
-class NvmlProcess:
+class NvmlProcess(Stoppable):
     """Keeps an NVML child running and hands its readings to a callback, on a thread of its own.
 
     The callback gets `NvmlStatus`, `NvmlXid`, `GpuHealth` and `Evidence`, and must not raise.
@@ -180,30 +180,16 @@ class NvmlProcess:
     def __init__(
         self, callback: Callable[[Reading], None], *, health_every_s: float = 10.0, patience: Patience | None = None
     ) -> None:
+        super().__init__("nvml")
         self._callback = callback
         self._arguments = ["--health-every-s", f"{health_every_s:g}"]
         self._patience = patience or Patience()
-        self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
-        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._ready: NvmlStatus | None = None
         self._absent = ""
         self._absent_since: float | None = None
         self._absence_told = False
         self._hung_since: float | None = None  # a new process may hang like the one before: that is one silence
         self.pid: int | None = None  # of the child that runs now
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self, within_s: float = 3.0) -> None:
-        """End the child and the thread, once.  Returns in time, whatever they do."""
-        os.write(self._stop_write, b"x")
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(within_s)
-        if not self._thread.is_alive():
-            os.close(self._stop_read)
-            os.close(self._stop_write)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -313,9 +299,6 @@ class NvmlProcess:
 
     def _say(self, state: NvmlState, detail: str) -> None:
         self._callback(NvmlStatus(at=time.time(), state=state, detail=detail))
-
-    def _stopped(self, wait_s: float) -> bool:
-        return bool(select.select([self._stop_read], [], [], wait_s)[0])
 
 
 class Once(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,10 +59,10 @@ class Writers:
 class Verification:
     """Verifies step directories, large ones together with the watchers of the other nodes."""
 
-    def __init__(self, crew: VerifyPool, number: int) -> None:
+    def __init__(self, pool: VerifyPool, number: int) -> None:
         self.readers: set[str] = set()
         self.bytes_read = 0
-        self._crew = crew
+        self._pool = pool
         self._number = number
         self._began = time.monotonic()
 
@@ -73,7 +73,7 @@ class Verification:
 
     def is_old(self) -> bool:
         """Tell whether a newer verification has begun: what this one says is not wanted any more."""
-        return self._crew.is_old(self._number)
+        return self._pool.is_old(self._number)
 
     def check(
         self, directory: Path, cache: Cache | None, *, from_disk: bool = False, writers: Writers | None = None
@@ -83,24 +83,24 @@ class Verification:
         if not looked.ok:
             return looked
         size, left = unread(directory, cache or Cache(directory.parent, knows=False))
-        of = self._crew.limits.count_shares(size, self._crew.size)
-        if of > 1 and left > size // self._crew.size:  # else it is less to read alone what is not known yet
+        of = self._pool.limits.count_shares(size, self._pool.size)
+        if of > 1 and left > size // self._pool.size:  # else it is less to read alone what is not known yet
             try:
                 avoid = writers.of_shares(read_manifest(directory), of) if writers else {}
             except (OSError, ManifestError) as error:
                 return Verdict(directory, (str(error),), 0)
             wanted = Wanted(directory=directory, of=of, from_disk=from_disk, avoid=avoid)
-            read = self._crew.read(wanted, self._number, cache) or Read(verdict=looked, readers=())
+            read = self._pool.read(wanted, self._number, cache) or Read(verdict=looked, readers=())
             verdict, readers = read.verdict, read.readers
         else:
             reading = Reading(
-                bytes_per_s=self._crew.limits.bytes_per_s,
+                bytes_per_s=self._pool.limits.bytes_per_s,
                 from_disk=from_disk,
                 first_only=True,
                 should_stop=self.is_old,
             )
             verdict = verify(directory, reading=reading, cache=cache)
-            readers = (self._crew.own_node,) if verdict.bytes_read else ()
+            readers = (self._pool.own_node,) if verdict.bytes_read else ()
         self.readers.update(readers)
         self.bytes_read += verdict.bytes_read
         return verdict
@@ -109,7 +109,7 @@ class Verification:
 def choose(
     checkpoints: Path,
     *,
-    crew: VerifyPool,
+    pool: VerifyPool,
     inbox: Inbox,
     after: threading.Thread | None = None,
     foreign: ForeignCheckpoints | None = None,
@@ -118,7 +118,7 @@ def choose(
 
     Where our own library has written none, the newest verified checkpoint of the script's framework.
     """
-    verification = Verification(crew, crew.begin())
+    verification = Verification(pool, pool.begin())
 
     def work() -> None:
         try:
@@ -168,7 +168,7 @@ def verify_back(
     *,
     writers: Writers | None,
     patient: bool,
-    crew: VerifyPool,
+    pool: VerifyPool,
     inbox: Inbox,
 ) -> None:
     """Read back one step directory; `CheckpointVerified` comes, unless a newer verification begins.
@@ -178,11 +178,11 @@ def verify_back(
         effect: which, and how.
         writers: which node wrote what, so that others read it.
         patient: let the files settle first; only then the result can be remembered.
-        crew: who reads.
+        pool: who reads.
         inbox: where the answer goes.
     """
     name = effect.directory
-    verification = Verification(crew, crew.begin())
+    verification = Verification(pool, pool.begin())
 
     def work() -> None:
         if patient:

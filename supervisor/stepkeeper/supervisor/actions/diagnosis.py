@@ -110,7 +110,7 @@ def diagnose(run: RunDirectory, launch: collect.Launch, *, within_s: float, inbo
                 rank=verdict.rank,
                 node=verdict.node,
                 step=step,
-                otherwise=verdict.otherwise.cause if verdict.otherwise is not None else Cause.UNKNOWN,
+                second_cause=verdict.otherwise.cause if verdict.otherwise is not None else Cause.UNKNOWN,
             )
         )
 

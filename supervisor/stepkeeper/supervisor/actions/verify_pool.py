@@ -207,8 +207,8 @@ class VerifyPool:
 class _Shared:
     """One verification under way: gives out shares until all of them are found."""
 
-    def __init__(self, crew: VerifyPool, wanted: Wanted, number: int, is_old: Callable[[], bool]) -> None:
-        self._crew = crew
+    def __init__(self, pool: VerifyPool, wanted: Wanted, number: int, is_old: Callable[[], bool]) -> None:
+        self._pool = pool
         self._wanted = wanted
         self._number = number
         self._is_old = is_old
@@ -217,18 +217,18 @@ class _Shared:
         self.shares = Shards(wanted.of, avoid=wanted.avoid)
 
     def run(self) -> None:
-        crew, shares = self._crew, self.shares
+        pool, shares = self._pool, self.shares
         failed: dict[str, str] = {}  # reader -> why
-        bus = crew.bus
+        bus = pool.bus
         own: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         reader = threading.Thread(target=self._read_own, args=(own,), name="read-own-share", daemon=True)
         reader.start()
         try:
             while not shares.over and not self._is_old():
-                if crew.bus is not bus:  # its watchers know nothing of what the ones before were asked
-                    bus = crew.bus
-                    shares.here({crew.own_node})
-                shares.here(crew.readers() - failed.keys())
+                if pool.bus is not bus:  # its watchers know nothing of what the ones before were asked
+                    bus = pool.bus
+                    shares.here({pool.own_node})
+                shares.here(pool.readers() - failed.keys())
                 if not shares.readers:
                     raise RuntimeError(f"nobody can read {self._wanted.directory}: {failed}")
                 now = time.monotonic()
@@ -237,8 +237,8 @@ class _Shared:
                     if index is None:
                         continue
                     self._asked_at.setdefault(index, time.time())
-                    own.put(index) if node == crew.own_node else crew.ask(node, self._wanted, self._number, index)
-                word = crew.word(LOOK_EVERY_S)
+                    own.put(index) if node == pool.own_node else pool.ask(node, self._wanted, self._number, index)
+                word = pool.word(LOOK_EVERY_S)
                 if word is not None and word.number == self._number:
                     self._take(word, failed)
         finally:
@@ -250,7 +250,7 @@ class _Shared:
         now = time.monotonic()
         if word.error:
             failed[word.reader] = word.error
-            self._crew.note(word.reader, f"cannot read shares of step directories: {word.error}")
+            self._pool.note(word.reader, f"cannot read shares of step directories: {word.error}")
             self.shares.failed(word.reader)
         elif word.found is None:
             self.shares.receive(word.reader, word.index, word.bytes_read, now)
@@ -260,11 +260,11 @@ class _Shared:
             self.shares.done(word.reader, dataclasses.replace(word.found, began_at=began_at), now)
 
     def _read_own(self, wanted: queue.SimpleQueue[int | None]) -> None:
-        node, number = self._crew.own_node, self._number
+        node, number = self._pool.own_node, self._number
         while (index := wanted.get()) is not None:
-            far = _Far(self._crew, _Word(reader=node, number=number, index=index))
+            far = _Far(self._pool, _Word(reader=node, number=number, index=index))
             reading = Reading(
-                bytes_per_s=self._crew.limits.bytes_per_s,
+                bytes_per_s=self._pool.limits.bytes_per_s,
                 from_disk=self._wanted.from_disk,
                 first_only=True,
                 should_stop=lambda: self._over or self._is_old(),
@@ -273,18 +273,18 @@ class _Shared:
             try:
                 found = verify_share(self._wanted.directory, index, self._wanted.of, reading=reading)
             except Exception as error:  # noqa: BLE001 - another reader takes over; with none, the deadline tells
-                self._crew.put(msgspec.structs.replace(far.word, error=repr(error)))
+                self._pool.put(msgspec.structs.replace(far.word, error=repr(error)))
                 continue
             if not reading.should_stop():
-                self._crew.put(msgspec.structs.replace(far.word, bytes_read=found.bytes_read, found=found))
+                self._pool.put(msgspec.structs.replace(far.word, bytes_read=found.bytes_read, found=found))
 
 
 class _Far:
     """Tells how far our own share is, now and then."""
 
-    def __init__(self, crew: VerifyPool, word: _Word) -> None:
+    def __init__(self, pool: VerifyPool, word: _Word) -> None:
         self.word = word
-        self._crew = crew
+        self._pool = pool
         self._bytes = 0
         self._told_at = time.monotonic()
         self._lock = threading.Lock()
@@ -295,4 +295,4 @@ class _Far:
             if time.monotonic() - self._told_at < 1.0:
                 return
             self._told_at = time.monotonic()
-        self._crew.put(msgspec.structs.replace(self.word, bytes_read=self._bytes))
+        self._pool.put(msgspec.structs.replace(self.word, bytes_read=self._bytes))

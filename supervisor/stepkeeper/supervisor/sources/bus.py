@@ -29,7 +29,7 @@ class Paces:
 
     def __init__(self) -> None:
         self._launch = -1
-        self._heard: dict[str, lines.Paced] = {}
+        self._paces: dict[str, lines.Paced] = {}
 
     def receive(self, word: lines.Paced, launch: int, at: float) -> on.NodesPaced | None:
         """Take in a word; return the round that is over with it.
@@ -41,9 +41,9 @@ class Paces:
         """
         event = None
         if launch != self._launch:
-            self._launch, self._heard = launch, {}
-        elif word.node in self._heard:
-            said = self._heard.values()
+            self._launch, self._paces = launch, {}
+        elif word.node in self._paces:
+            said = self._paces.values()
             slowest = sorted((each for each in said if each.rank is not None), key=lambda each: -each.own_seconds)
             event = on.NodesPaced(
                 at=at,
@@ -54,8 +54,8 @@ class Paces:
                 loading=statistics.median_low(each.loading_seconds for each in said),
                 slowest=tuple((each.node, each.rank or 0, each.loading_seconds) for each in slowest[:SLOWEST_TOLD]),
             )
-            self._heard = {}
-        self._heard[word.node] = word
+            self._paces = {}
+        self._paces[word.node] = word
         return event
 
 
@@ -120,7 +120,7 @@ class Bus:
         self._clear_number = 0
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
-        self._heard: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
+        self._peers: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
@@ -157,7 +157,7 @@ class Bus:
 
     def readers(self) -> set[str]:
         """Return the nodes whose watcher answers and can read shares of step directories."""
-        return self._reads & set(self._heard.copy())
+        return self._reads & set(self._peers.copy())
 
     def report_uncleared(self, launch: int) -> None:
         """Emit `NodesNotCleared`: who has not confirmed."""
@@ -169,9 +169,9 @@ class Bus:
     def check_silence(self) -> None:
         """Emit `WatcherLost` for watchers that are suspect: a new bus costs nothing.  Called by the loop."""
         now = time.monotonic()
-        for node, watcher in list(self._heard.items()):
+        for node, watcher in list(self._peers.items()):
             if watcher.life(now) is not Life.ALIVE:
-                if self._heard.pop(node, None) is None:
+                if self._peers.pop(node, None) is None:
                     continue  # srun has told us meanwhile
                 why = f"silent for {SUSPECT_AFTER_S:g} s"
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
@@ -179,8 +179,8 @@ class Bus:
     def forgive(self, seconds: float) -> None:
         """Take no watcher for silent because of a time in which we could not hear.  Called by the loop."""
         now = time.monotonic()
-        for node, watcher in list(self._heard.items()):
-            self._heard[node] = watcher.paused(seconds, now)
+        for node, watcher in list(self._peers.items()):
+            self._peers[node] = watcher.paused(seconds, now)
 
     def close(self) -> None:
         """Ask the watchers to leave, and end the input."""
@@ -265,7 +265,7 @@ class Bus:
             node = parts[2]
             if parts[-1].startswith("Killed") and len(self._ready) < self._size:
                 return  # Slurm ends a step on all nodes that it cannot start on one: this tells nothing of the others
-            if self._heard.pop(node, None) is not None:
+            if self._peers.pop(node, None) is not None:
                 why = ": ".join(parts[3:])
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
 
@@ -275,8 +275,8 @@ class Bus:
         return self._inbox.clock.now()
 
     def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
-        if message.node in self._heard or isinstance(message, lines.Ready):
-            self._heard[message.node] = Peer(time.monotonic())
+        if message.node in self._peers or isinstance(message, lines.Ready):
+            self._peers[message.node] = Peer(time.monotonic())
         at = self._now()
         match message:
             case lines.Ready():

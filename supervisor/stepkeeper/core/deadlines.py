@@ -151,7 +151,7 @@ def _on_start_late(state: State, at: float, policy: Policy) -> Decision:
             return on_judge_late(state, at, policy)
         case Gate.PAUSE:
             return go_on_starting(state, at, policy, (because.WaitOver(),))
-        case Gate.NODES:
+        case _:  # the nodes
             return _on_nodes_late(state, at, policy)
 
 

@@ -221,7 +221,8 @@ def reseal_metadata(step: Path) -> None:
 
 def _away(path: Path) -> None:
     if os.path.lexists(path):
-        os.rename(path, path.with_name(f".away-{path.name}"))
+        number = sum(each.name.startswith(f".away-{path.name}") for each in path.parent.iterdir())
+        os.rename(path, path.with_name(f".away-{path.name}-{number}"))
 
 
 def _link(path: Path, outside: Path, dice: random.Random) -> None:

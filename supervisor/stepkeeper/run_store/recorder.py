@@ -156,6 +156,7 @@ KEYS = {
     "resume_step": ("resume", "step"),
     "went_back": ("resume", "went_back"),
     "skipped_data": ("resume", "skipped_data"),
+    "same_world": ("resume", "same_world"),
     "suspect": ("storage", "suspect"),
     "storage_since": ("storage", "failing_since"),
     "storage_tries": ("storage", "tries"),

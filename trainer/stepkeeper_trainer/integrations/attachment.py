@@ -226,7 +226,8 @@ class Attachment:
         if self._requests is not None:
             self._requests.close()
         if self._reporter is not None:
-            self._reporter.unable(why)
+            with suppress(Exception):  # the training goes on, whatever is wrong with the word
+                self._reporter.unable(why)
 
     # --- inside ------------------------------------------------------------------------------------
 

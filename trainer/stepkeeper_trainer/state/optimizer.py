@@ -41,7 +41,7 @@ class _Recipe:
     keys: list[str]  # of their states, one after the other
     types: list[type]
     members: list[list[str]]
-    names: list[list[str]]  # as they are saved, of each group
+    names: list[str]  # as they are saved, one after the other
     columns: dict[str, Any]
     plain: list[str]
 
@@ -54,11 +54,12 @@ class _Recipe:
         skeleton: Mapping[str, Any],
     ) -> _Recipe:
         """Take note of a state that consists of tensors only."""
-        states, names = [], []
+        states: list[torch.Tensor] = []
+        names: list[str] = []
         for group, named in zip(groups, members, strict=True):
             own = [(name, p) for name, p in zip(named, group["params"], strict=True) if p in state]
             states += [parameter for _, parameter in own]
-            names.append([f"{prefix}{name}.{key}" for name, p in own for key in state[p]])
+            names += [f"{prefix}{name}.{key}" for name, p in own for key in state[p]]
         dicts = [state[parameter] for parameter in states]
         return _Recipe(
             parameters=[list(group["params"]) for group in groups],
@@ -254,12 +255,11 @@ class OptimizerPart:
         self, recipe: _Recipe, values: list[torch.Tensor], tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Do what `collect` does, where names and order are those of the last time."""
-        groups: list[dict[str, Any]] = []
-        at = 0
-        for group, members, names in zip(self.optimizer.param_groups, recipe.members, recipe.names, strict=True):
-            tensors.update(zip(names, values[at : at + len(names)], strict=True))
-            at += len(names)
-            groups.append(self._options(group, len(groups), members, tensors))
+        tensors.update(zip(recipe.names, values, strict=True))
+        groups = [
+            self._options(group, number, members, tensors)
+            for number, (group, members) in enumerate(zip(self.optimizer.param_groups, recipe.members, strict=True))
+        ]
         found = {"columns": recipe.columns, "plain": recipe.plain, "rest": {}, "param_groups": groups}
         return found | {"shared": {}, "more": {}, "outside": []}
 

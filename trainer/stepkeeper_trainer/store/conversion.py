@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stepkeeper_trainer.errors import StepkeeperError
@@ -39,13 +40,14 @@ def to_torch(source: Path, target: Path) -> int:
     try:
         dcp_to_torch_save(source, growing)
         _sync(growing)
-        count = len(torch.load(growing, map_location="meta", mmap=True, weights_only=False))
         os.rename(growing, target)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(growing)
     fsync_directory(target.parent)
-    return count
+    found = FileSystemReader(source).read_metadata()
+    paths = found.planner_data or {}
+    return len({paths.get(name, (name,))[0] for name in found.state_dict_metadata})
 
 
 def to_dcp(source: Path, target: Path, *, prefix: str, names: Names | None) -> int:

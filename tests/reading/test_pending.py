@@ -132,14 +132,19 @@ def test_nothing_is_saved_of_a_run_that_does_not_run(
     assert "nothing is running that could save" in said.err
 
 
-def test_a_requeued_job_that_waits_is_cancelled_and_its_checkpoints_stay(
-    command: Command, run: RunDirectory, squeue: Squeue, tmp_path: Path
-) -> None:
+def waits_requeued(run: RunDirectory, squeue: Squeue, tmp_path: Path, *, behind_the_cancel: str = "") -> None:
+    """Let job 12 wait in the queue until `scancel` is called, which writes its arguments to `cancelled`."""
     build.write_status(run, phase="done", exit_code=10, updated_at=time.time())
     squeue(f"test -e {tmp_path}/cancelled && echo '12|CANCELLED|N/A|None' || echo '12|PENDING|N/A|BeginTime'")
     scancel = tmp_path / "bin" / "scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n')
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n{behind_the_cancel}\n')
     scancel.chmod(0o755)
+
+
+def test_a_requeued_job_that_waits_is_cancelled_and_its_checkpoints_stay(
+    command: Command, run: RunDirectory, squeue: Squeue, tmp_path: Path
+) -> None:
+    waits_requeued(run, squeue, tmp_path)
 
     said = command("stop", run.path)
 
@@ -153,11 +158,7 @@ def test_a_requeued_job_that_waits_is_cancelled_and_its_checkpoints_stay(
 def test_a_status_that_cannot_be_read_behind_the_cancel_is_no_traceback(
     command: Command, run: RunDirectory, squeue: Squeue, tmp_path: Path
 ) -> None:
-    build.write_status(run, phase="done", exit_code=10, updated_at=time.time())
-    squeue(f"test -e {tmp_path}/cancelled && echo '12|CANCELLED|N/A|None' || echo '12|PENDING|N/A|BeginTime'")
-    scancel = tmp_path / "bin" / "scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\necho "[" > {run.status}\n')
-    scancel.chmod(0o755)
+    waits_requeued(run, squeue, tmp_path, behind_the_cancel=f'echo "[" > {run.status}')
 
     said = command("stop", run.path)
 

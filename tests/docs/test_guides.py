@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.cli import main
-from tests.doctor.test_storage import scontrol
+from tests.doctor.alone import alone  # noqa: F401 - a fixture for all tests here
 from tests.frameworks import layouts
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
@@ -37,15 +36,6 @@ ARGUMENTS = {
     "dcp": "",
 }
 SUBJECTS = ("framework", "save on notice", "resume argument", "ranks of a resume")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("STEPKEEPER_", "XDG_", "SLURM_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(scontrol(tmp_path)))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 
 import pytest
 
 from stepkeeper.cli import main
-from tests.doctor.test_storage import scontrol
+from tests.doctor.alone import alone  # noqa: F401 - a fixture for all tests here
 
 TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
 PARSED = f"{TRAINER}[a] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
 PARSED += "Trainer(args=a).train(resume_from_checkpoint=a.resume_from_checkpoint)\n"
 MEGATRON = "from megatron.training import pretrain\n"
 FRAMEWORK, NOTICE, RESUME, WORLD = "framework", "save on notice", "resume argument", "ranks of a resume"
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("STEPKEEPER_", "XDG_", "SLURM_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(scontrol(tmp_path)))
-    monkeypatch.chdir(tmp_path)
 
 
 def said(capsys: pytest.CaptureFixture[str], text: str, command: str) -> dict[str, tuple[str, str, str]]:

@@ -242,6 +242,19 @@ def test_only_the_newest_ways_to_fail_are_remembered():
     assert len(world.state.budgets.tried) == 16
 
 
+@pytest.mark.parametrize("cause", [Cause.SEGFAULT, Cause.HANG, Cause.COLLECTIVE_TIMEOUT, Cause.HOST_MEMORY])
+def test_a_failure_that_another_rule_recognises_is_the_same_failure(cause: Cause):
+    """A rank's log may come too late: then the signal says what it was."""
+    one_rule, other_rules = World(cause, step=7, checkpoint=5), World(cause, step=7, checkpoint=5)
+    _elsewhere_each_time(other_rules)
+
+    one_rule.play()
+    other_rules.play()
+
+    assert (other_rules.code, other_rules.count(do.StartLaunch)) == (one_rule.code, one_rule.count(do.StartLaunch))
+    assert other_rules.count(do.RollBack) == one_rule.count(do.RollBack)
+
+
 def _elsewhere_each_time(world: World) -> None:
     answers = world.answers
     world.answers = lambda effect: [

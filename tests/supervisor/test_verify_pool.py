@@ -25,6 +25,18 @@ ANSWER_S = 90.0
 SMALL = Limits(shared_mib_min=0.25)  # a step of some hundred KiB counts as large
 
 
+@pytest.mark.parametrize(
+    ("mib_per_s", "mib", "shares"),
+    [
+        (0.0, 1023, 1), (0.0, 1024, 4), (0.0, 10_240, 12),  # no limit: one node reads a GiB within seconds
+        (100.0, 399, 1), (100.0, 400, 4), (100.0, 10_240, 12),  # what it may read in four seconds
+        (1000.0, 1023, 1), (1000.0, 1024, 4),
+    ],
+)  # fmt: skip
+def test_a_step_is_shared_where_one_node_would_read_for_long(mib_per_s: float, mib: int, shares: int):
+    assert Limits(mib_per_s=mib_per_s).count_shares(mib * 2**20, readers=3) == shares
+
+
 class Watchers:
     """A bus whose watchers read for real; every line passes through the encoding of the wire."""
 

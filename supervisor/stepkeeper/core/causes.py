@@ -56,7 +56,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How often a launch failed in the same way since a verified step last lay beyond the place."""
 
     cause: Cause
-    place: str  # an exception and its line, a node, or the rule
+    place: str  # an exception and its line, a node, or the rule; nothing where evidence decides on the rule
     count: int = 1  # the place in the cause's row; 0 again after a launch that may have progressed unseen
     step: int | None = None  # at which it failed last
     repeats: int = 0  # in all, whatever launches may have done unseen; 0: of a version that did not count
@@ -135,3 +135,6 @@ IN_A_STATE = frozenset((Cause.COLLECTIVE_TIMEOUT, Cause.HANG, Cause.SEGFAULT, Ca
 """What the state of a checkpoint can cause without saying so: where it fails at the same step twice, the step before is
 tried once, whatever the row says.  Exceptions, NaN and damaged checkpoints say so: their rows hold; but NaN in the very
 first step from a checkpoint, twice, is taken for its state's."""
+
+BY_EVIDENCE = frozenset((Cause.COLLECTIVE_TIMEOUT, Cause.HANG, Cause.HOST_MEMORY, Cause.SEGFAULT))
+"""One failure is recognised by several rules: by a signal, or by a log or a stack, whichever arrives in time."""

@@ -16,7 +16,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.causes import IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
+from stepkeeper.core.causes import BY_EVIDENCE, IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
 from stepkeeper.core.gates import go_on_starting, waiting
@@ -140,7 +140,7 @@ def _place(cause: Cause, said: on.Judged) -> str:
     """Return what tells two failures of one cause apart; what is in no budget of the training has one for all."""
     if cause in UNCHARGED:
         return said.node if cause in OF_NODE else ""
-    return said.location or said.rule
+    return said.location or ("" if cause in BY_EVIDENCE else said.rule)
 
 
 class _Case(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from stepkeeper_trainer.formats.verify import ShareVerdict, Verdict, join_shares
 
 MIB = 2**20
 READERS_MAX = 32  # more do not make shared storage faster
+ALONE_S = 4.0  # that long one node may read alone
 SHARES_PER_READER = 4  # the last one to end keeps the others waiting for a quarter of its work
 LOOK_EVERY_S = 0.25
 OWN_END_WITHIN_S = 5.0
@@ -36,7 +37,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """By each node, at most; 0: no limit."""
 
     shared_mib_min: float = 1024.0
-    """A smaller step directory is read by the supervisor alone: one node reads a GiB within seconds."""
+    """A smaller step directory is read by the supervisor alone: one node reads a GiB within seconds.
+
+    Where `mib_per_s` makes reading slower, it is what one node reads in `ALONE_S`, if that is less.
+    """
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -45,9 +49,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def count_shares(self, size: int, readers: int) -> int:
         """Return in how many shares so many bytes are read; 1: by the supervisor alone."""
-        if size < self.shared_mib_min * MIB:
+        shared_min = self.shared_mib_min * MIB
+        if self.mib_per_s:
+            shared_min = min(shared_min, self.mib_per_s * MIB * ALONE_S)
+        if size < shared_min:
             return 1
-        share_min = max(1, int(self.shared_mib_min * MIB / SHARES_PER_READER))
+        share_min = max(1, int(shared_min / SHARES_PER_READER))
         return max(1, min(SHARES_PER_READER * min(readers, READERS_MAX), size // share_min))
 
 

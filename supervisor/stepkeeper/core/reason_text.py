@@ -99,6 +99,9 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the launch shrinks to {count} nodes"
         case r.SparesLeft(nodes=nodes):
             return f"spare nodes: {_all(nodes)}"
+        case r.SpareUsed(node=node, replaces=replaced, switches=switches):
+            near = f"below the same switch {switches}" if switches else "no spare is below the same switch"
+            return f"{node} takes the place of {replaced}: {near}"
         case r.LaunchRefused(error=error):
             return f"the training step could not be started: {error}"
         case r.NodesLeft(usable=usable, wanted=wanted, same_world=True):

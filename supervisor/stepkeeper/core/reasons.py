@@ -109,6 +109,14 @@ class SparesLeft(_Reason, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
 
 
+class SpareUsed(_Reason, frozen=True, kw_only=True):
+    """A spare takes the place of a node among the ranks."""
+
+    node: str
+    replaces: str
+    switches: str = ""  # that both have, the highest first
+
+
 class LaunchRefused(_Reason, frozen=True, kw_only=True):
     """The training step could not be started."""
 
@@ -868,6 +876,7 @@ Reason = (
     | NodesReady
     | LaunchShrinks
     | SparesLeft
+    | SpareUsed
     | LaunchRefused
     | NodesLeft
     | StorageSuspect

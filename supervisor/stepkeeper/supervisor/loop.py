@@ -378,6 +378,7 @@ class Supervisor:
         meeting = launch.Meeting(
             launch=effect.launch,
             nodes=effect.nodes,
+            in_slurms_order=list(effect.nodes) == sorted(effect.nodes, key=self.setting.assignment.nodes.index),
             address=effect.address,
             port=effect.port,
             resume_from=effect.resume_from,

@@ -36,6 +36,7 @@ class WatcherReady(Stamped, frozen=True, kw_only=True, tag="watcher_ready"):
 
     node: str
     bus: int
+    switches: str = ""  # above the node, the highest first: `core.leaf3`; empty where Slurm knows none
 
 
 class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):

@@ -283,7 +283,7 @@ class Bus:
                 self._ready.add(message.node)
                 if message.reads:
                     self._reads.add(message.node)
-                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))
+                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number, switches=message.switches))
             case lines.Signaled():
                 self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
             case lines.Cleared():

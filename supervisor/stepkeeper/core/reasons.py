@@ -614,6 +614,13 @@ class NodeNotClear(_Reason, frozen=True, kw_only=True):
     node: str
 
 
+class SlurmdGone(_Reason, frozen=True, kw_only=True):
+    """A node refuses connections to slurmd, and its watcher is late."""
+
+    node: str
+    silent_s: float
+
+
 class NodesLost(_Reason, frozen=True, kw_only=True):
     """No watcher answers on these nodes."""
 
@@ -958,6 +965,7 @@ Reason = (
     | NodesReleased
     | NodeNotClear
     | NodesLost
+    | SlurmdGone
     | LostRecently
     | NodeUnfit
     | UnfitNodesLeft

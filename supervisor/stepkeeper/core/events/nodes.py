@@ -47,6 +47,17 @@ class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
     why: str
 
 
+class SlurmdGone(Stamped, frozen=True, kw_only=True, tag="slurmd_gone"):
+    """A node's watcher is late, and the node refuses connections to slurmd, for seconds: nothing of Slurm runs there.
+
+    Slurmd of another node takes them.  Told again every few seconds while it is so.
+    """
+
+    node: str
+    bus: int
+    silent_s: float  # of the watcher
+
+
 class BusEnded(Stamped, frozen=True, kw_only=True, tag="bus_ended"):
     """The Slurm step of the watchers is over."""
 

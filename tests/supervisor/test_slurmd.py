@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from stepkeeper.core import events as on
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.sources import bus as sources
 from stepkeeper.supervisor.sources import slurmd
+from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper.watcher import messages as lines
+
+ANSWER_S = 60.0
 
 LISTENS = """
 import socket, time
@@ -133,3 +143,52 @@ def test_a_name_that_is_not_resolved_is_not_told(places: Places) -> None:
     places.addresses["b"] = ("no-such-host.invalid", 6818)
 
     assert followed(places, "b") == []
+
+
+SRUN = 'printf "%s" "$READY"; while printf "%s" "$ALIVE"; do sleep 0.1; done'
+SCONTROL = """#!/bin/sh
+case "$*" in
+"show config") echo "SlurmdPort              = 6818" ;;
+"-o show node b,a")
+  echo "NodeName=b NodeAddr=127.0.0.1 Port={b} "
+  echo "NodeName=a NodeAddr=127.0.0.1 Port={a} " ;;
+*) echo "unexpected: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_the_bus_looks_at_the_node_of_a_late_watcher(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only b says nothing; where slurmd is, Slurm tells."""
+    places.end("b")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(SCONTROL.format(a=places.addresses["a"][1], b=places.addresses["b"][1]))
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sources, "LATE_AFTER_S", 0.5)
+    monkeypatch.setattr(slurmd, "LOOK_EVERY_S", 0.02)
+    ready = b"".join(lines.encode(lines.Ready(node=node, pid=1, version="1")) for node in ("a", "b")).decode()
+    inbox = Inbox(Clock())
+    notes: list[tuple[str, str]] = []
+    bus = sources.Bus(
+        1,
+        ["sh", "-c", SRUN],
+        {"READY": ready, "ALIVE": lines.encode(lines.Alive(node="a")).decode(), "PATH": os.environ["PATH"]},
+        inbox=inbox,
+        attempt=0,
+        note=lambda node, text: notes.append((node, text)),
+        on_share=lambda _share: None,
+        size=2,
+    )
+    try:
+        found: on.Event | None = None
+        until = time.monotonic() + ANSWER_S
+        while not isinstance(found, on.SlurmdGone) and time.monotonic() < until:
+            bus.look_at_late()
+            found = inbox.get(0.1)
+        assert isinstance(found, on.SlurmdGone), notes
+        assert (found.node, found.bus, notes) == ("b", 1, [])
+        assert found.silent_s >= 0.5
+    finally:
+        bus.abandon()

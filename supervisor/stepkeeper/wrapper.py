@@ -73,9 +73,12 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
     if directory:  # what torch's `record` writes there tells more than a log; a torchrun passes its workers' on
         name = f"agent-of-{node}" if agent else f"rank-{environment['SLURM_PROCID']}"
         environment.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, f"{name}.json"))
+    if environment.get("SLURM_DISTRIBUTION") == "arbitrary":  # Slurm numbers the nodes otherwise than their ranks
+        tasks = int(environment["SLURM_NTASKS"]) // int(environment["SLURM_STEP_NUM_NODES"])
+        environment["SLURM_NODEID"] = str(int(environment["SLURM_PROCID"]) // tasks)
     if agent:
         environment.setdefault("PET_LOCAL_ADDR", own_address(environment))  # torchrun's --local-addr
-        environment.setdefault("PET_NODE_RANK", environment.get("SLURM_NODEID", "0"))  # and its --node-rank
+        environment.setdefault("PET_NODE_RANK", environment.get("SLURM_PROCID", "0"))  # and its --node-rank
     else:
         environment["RANK"] = environment["SLURM_PROCID"]
         environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]

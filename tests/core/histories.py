@@ -69,8 +69,9 @@ FIELDS = {
     on.NodeSignaled: {"node": _nodes, "signal": st.just("TERM")},
     on.SlurmAnswered: {"job": st.none() | jobs, "error": st.just("unreachable")},
     on.RequeueAnswered: {"ok": st.booleans(), "error": st.just("refused")},
-    on.WatcherReady: {"node": _nodes, "bus": small},
+    on.WatcherReady: {"node": _nodes, "bus": small, "switches": st.sampled_from(("", "top.leaf1", "top.leaf2"))},
     on.WatcherLost: {"node": _nodes, "bus": small, "why": st.just("silent")},
+    on.SlurmdGone: {"node": _nodes, "bus": small, "silent_s": st.just(8.0)},
     on.BusEnded: {"bus": small, "code": small},
     on.NodesCleared: {
         **_launch,

@@ -137,6 +137,7 @@ class Lab(Jobs, Nodes):
             raise LabError(f"{directory}: no lab here; start one by `python -m tests.lab up --dir {directory}`")
         options = noted["options"]
         options["slurm_conf"] = tuple(options["slurm_conf"])
+        options["switches"] = tuple(options["switches"])
         lab = cls(LabOptions(**options), directory=directory)
         mountpoint = noted["cgroup_mountpoint"]
         lab._set_place(directory, noted["lab_id"], noted["port"], Path(mountpoint) if mountpoint else None)

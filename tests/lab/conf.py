@@ -52,6 +52,7 @@ def files(place: Place, options: LabOptions) -> dict[str, str]:
     backup = conf.replace("/run/slurmctld.", "/run/backup.").replace("/log/slurmctld.", "/log/backup.")
     return {
         **({"backup.conf": backup} if options.backup_controller else {}),
+        **({"topology.conf": _topology(place, options)} if options.switches else {}),
         "slurm.conf": conf,
         "gres.conf": gres,
         "cgroup.conf": _cgroup_conf(place),
@@ -67,6 +68,16 @@ def _backup(place: Place, options: LabOptions) -> list[str]:
         "CommunicationParameters=NoCtldInAddrAny",
         "SlurmctldTimeout=6",
     ]
+
+
+def _topology(place: Place, options: LabOptions) -> str:
+    """Each leaf switch has the nodes that follow those of the one before it."""
+    names = iter(place.node_names(options))
+    leaves = [
+        f"SwitchName=leaf{index} Nodes={','.join(next(names) for _ in range(count))}"
+        for index, count in enumerate(options.switches, 1)
+    ]
+    return "\n".join([*leaves, f"SwitchName=top Switches=leaf[1-{len(leaves)}]"]) + "\n"
 
 
 def _cgroup_conf(place: Place) -> str:
@@ -124,6 +135,8 @@ def _slurm_conf(place: Place, options: LabOptions, nodes: str) -> str:
         "UnkillableStepTimeout=180",
         "GresTypes=gpu",
     ]
+    if options.switches:
+        lines.append("TopologyPlugin=topology/tree")
     if options.send_user_signal:
         newer = "PreemptParameters=send_user_signal"
         lines.append(newer if place.newest else "SlurmctldParameters=preempt_send_user_signal")

@@ -38,6 +38,8 @@ class LabOptions:
     slurmd_timeout_s: int = 300
     """After this silence a node is DOWN.  Tests of node loss set about 5."""
     inactive_limit_s: int = 0
+    switches: tuple[int, ...] = ()
+    """Nodes of each leaf switch, in order, below one top switch: topology/tree.  Empty: no topology."""
     slurm_conf: tuple[str, ...] = ()
     """More lines for slurm.conf.  The last line for a key counts."""
     linuxproc: bool = False

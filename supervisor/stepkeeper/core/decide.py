@@ -16,7 +16,13 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.anomalies import on_replayed
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
-from stepkeeper.core.faults import on_bus_ended, on_node_faulted, on_nodes_not_cleared, on_nodes_released
+from stepkeeper.core.faults import (
+    on_bus_ended,
+    on_node_faulted,
+    on_nodes_not_cleared,
+    on_nodes_released,
+    on_slurmd_gone,
+)
 from stepkeeper.core.notices import (
     on_node_signaled,
     on_requeue_answered,
@@ -82,6 +88,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_watcher_ready(state, event, policy)
         case on.WatcherLost():
             return on_watcher_lost(state, event, policy)
+        case on.SlurmdGone():
+            return on_slurmd_gone(state, event, policy)
         case on.BusEnded():
             return on_bus_ended(state, event, policy)
         case on.NodesCleared():

@@ -102,6 +102,19 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     return lose_nodes(state, event.at, silent, (are_lost(state, silent),), policy)
 
 
+def on_slurmd_gone(state: State, event: on.SlurmdGone, policy: Policy) -> Decision:
+    """Nothing of Slurm runs on a node, and its watcher is late: nobody waits for it, and the bus stays as it is.
+
+    Not beside training: ranks there may live on.  Our own node has a supervisor, whatever is refused there.
+    """
+    answered = event.bus != state.watchers.bus and event.node in state.watchers.ready
+    ours = event.node == state.identity.batch_node
+    if state.phase is not Phase.STARTING or event.node not in state.nodes.usable or answered or ours:
+        return Decision(state)
+    why = (because.SlurmdGone(node=event.node, silent_s=event.silent_s),)
+    return lose_nodes(state, event.at, (event.node,), why, policy)
+
+
 def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     """Some nodes failed the checks before a launch: leave them, unless the storage of most did, which is not theirs."""
     found = {unfit.node: unfit.why for unfit in event.unfit if unfit.node in state.nodes.usable}

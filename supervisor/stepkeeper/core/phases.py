@@ -27,24 +27,33 @@ from stepkeeper.core.state import (
     State,
     Timer,
 )
+from stepkeeper.core.topology import close_nodes, closest, replacements
 
 # Which nodes a launch gets.  Pure.
 
 
 def places(state: State) -> tuple[str, ...]:
-    """Return the nodes of the next launch, in the allocation's order; none where too few are left.
+    """Return the nodes of the next launch, in the order of its ranks; none where too few are left.
 
-    Nodes of the launch before come first, spares fill up.  Where no other number of ranks than that of the save can
-    resume from the checkpoint, a launch has as many nodes as the one before.
+    Nodes of the launch before come first, spares fill up: each takes the place of the node that it replaces, where
+    Slurm knows switches and the ranks are ours to order.  Else the order is the allocation's.  Where no other number
+    of ranks than that of the save can resume from the checkpoint, a launch has as many nodes as the one before.
     """
-    wanted = state.nodes.wanted
+    before, switches, wanted = state.launch.nodes, state.nodes.switches, state.nodes.wanted
     if state.resume.same_world and state.launch.nodes:
         wanted = len(state.launch.nodes)
     if len(state.nodes.usable) < wanted:
         wanted = _fewer(state, len(state.nodes.usable))
-    again = [node for node in state.launch.nodes if node in state.nodes.usable][:wanted]
+    again = [node for node in state.nodes.usable if node in before]
+    if not again or len(again) > wanted:
+        return close_nodes(again or state.nodes.usable, wanted, switches)
     spares = [node for node in state.nodes.usable if node not in again]
-    chosen = {*again, *spares[: wanted - len(again)]}
+    found = replacements([node for node in before if node not in again], spares, switches)
+    if switches and state.identity.wrapped and wanted == len(before):
+        return tuple(found.get(node, node) for node in before)
+    chosen = {*again, *list(found.values())[: wanted - len(again)]}
+    more = closest(again, [spare for spare in spares if spare not in chosen], switches)
+    chosen |= set(more[: wanted - len(chosen)])
     return tuple(node for node in state.nodes.usable if node in chosen)
 
 

@@ -99,6 +99,9 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the launch shrinks to {count} nodes"
         case r.SparesLeft(nodes=nodes):
             return f"spare nodes: {_all(nodes)}"
+        case r.SpareUsed(node=node, replaces=replaced, switches=switches):
+            near = f"below the same switch {switches}" if switches else "no spare is below the same switch"
+            return f"{node} takes the place of {replaced}: {near}"
         case r.LaunchRefused(error=error):
             return f"the training step could not be started: {error}"
         case r.NodesLeft(usable=usable, wanted=wanted, same_world=True):
@@ -301,6 +304,10 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the nodes that were left {f'stay in the job: {error}' if error else 'are given back'}"
         case r.NodeNotClear(node=node):
             return f"a process of the launch before does not die on {node}"
+        case r.SlurmdGone(node=node, silent_s=seconds):
+            return (
+                f"{node} refuses connections to slurmd, and its watcher is silent for {seconds:g} s: the node is lost"
+            )
         case r.NodesLost(nodes=nodes, error=error):
             return f"no watcher answers on {_all(nodes)}, so the nodes count as lost{f' ({error})' if error else ''}"
         case r.LostRecently():

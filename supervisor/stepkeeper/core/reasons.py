@@ -109,6 +109,14 @@ class SparesLeft(_Reason, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
 
 
+class SpareUsed(_Reason, frozen=True, kw_only=True):
+    """A spare takes the place of a node among the ranks."""
+
+    node: str
+    replaces: str
+    switches: str = ""  # that both have, the highest first
+
+
 class LaunchRefused(_Reason, frozen=True, kw_only=True):
     """The training step could not be started."""
 
@@ -606,6 +614,13 @@ class NodeNotClear(_Reason, frozen=True, kw_only=True):
     node: str
 
 
+class SlurmdGone(_Reason, frozen=True, kw_only=True):
+    """A node refuses connections to slurmd, and its watcher is late."""
+
+    node: str
+    silent_s: float
+
+
 class NodesLost(_Reason, frozen=True, kw_only=True):
     """No watcher answers on these nodes."""
 
@@ -868,6 +883,7 @@ Reason = (
     | NodesReady
     | LaunchShrinks
     | SparesLeft
+    | SpareUsed
     | LaunchRefused
     | NodesLeft
     | StorageSuspect
@@ -949,6 +965,7 @@ Reason = (
     | NodesReleased
     | NodeNotClear
     | NodesLost
+    | SlurmdGone
     | LostRecently
     | NodeUnfit
     | UnfitNodesLeft

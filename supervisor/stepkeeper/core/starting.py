@@ -48,6 +48,7 @@ from stepkeeper.core.state import (
     Timer,
     Watchers,
 )
+from stepkeeper.core.topology import common
 
 replace = msgspec.structs.replace
 
@@ -121,6 +122,9 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     """One more watcher answers."""
     if event.bus != state.watchers.bus or event.node not in state.nodes.usable or event.node in state.watchers.ready:
         return Decision(state)
+    if event.switches:
+        switches = {**state.nodes.switches, event.node: event.switches}
+        state = replace(state, nodes=replace(state.nodes, switches=switches))
     watchers = replace(state.watchers, ready=state.watchers.ready | {event.node})
     everyone = set(state.nodes.usable) <= watchers.ready
     if everyone:
@@ -234,6 +238,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
     if event.unfit:
         return on_unfit(state, event, policy)
     nodes = places(state)
+    spares = _spares_used(state, nodes)
     timers = state.timers.waiting(Timer.LIBRARY, event.at + policy.announce_within_s)
     if state.identity.wrapped:
         timers = state.timers.waiting(Timer.TASKS_STARTED, event.at + policy.begin_within_s)
@@ -264,7 +269,20 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         address=event.address,
         port=event.port,
     )
-    return Decision(state, (effect,), (because.NodesReady(), *_shape(state)))
+    return Decision(state, (effect,), (because.NodesReady(), *spares, *_shape(state)))
+
+
+def _spares_used(state: State, nodes: tuple[str, ...]) -> Why:
+    """Say which spare takes the place of which node in the next launch, where Slurm's switches decided that."""
+    before, switches = state.launch.nodes, state.nodes.switches
+    if not switches or len(before) != len(nodes):
+        return ()
+    pairs = zip(before, nodes, strict=True)
+    return tuple(
+        because.SpareUsed(node=spare, replaces=node, switches=".".join(common(node, spare, switches)))
+        for node, spare in pairs
+        if node != spare
+    )
 
 
 def _shape(state: State) -> Why:

@@ -138,6 +138,7 @@ KEYS = {
     "readmit": ("nodes", "readmit"),
     "releasing": ("nodes", "releasing"),
     "growth": ("nodes", "growth"),
+    "switches": ("nodes", "switches"),
     "launched_before": ("nodes", "launched_before"),
     "bus": ("watchers", "bus"),
     "ready": ("watchers", "ready"),

@@ -143,6 +143,11 @@ class SlurmCommands:
         """Return what the controller's clock tells, Unix seconds; None where it does not say."""
         return parse_time(self._call("scontrol", "show", "config"))
 
+    def slurmds(self, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """Return the address and the port of slurmd on some nodes.  Raises `SlurmError`."""
+        shown = self._call("scontrol", "-o", "show", "node", ",".join(nodes))
+        return parse_slurmds(shown, self._call("scontrol", "show", "config"))
+
     def hostnames(self, node_list: str) -> tuple[str, ...]:
         """See `SlurmClient`."""
         return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
@@ -357,6 +362,29 @@ def parse_settings(text: str) -> ClusterSettings:
     if kill_wait is None:
         raise SlurmError("scontrol show config: it does not tell KillWait")
     return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+
+
+def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:
+    """Parse `scontrol -o show node`, which names a port only where it is not that of `scontrol show config`.
+
+    >>> config = "SlurmdPort              = 6818"
+    >>> parse_slurmds("NodeName=a NodeAddr=10.0.0.1 NodeHostName=a Port=17001 Version=22.05.8", config)
+    {'a': ('10.0.0.1', 17001)}
+    >>> parse_slurmds("NodeName=b NodeAddr=b-ib NodeHostName=b Version=26.05.5", config)
+    {'b': ('b-ib', 6818)}
+
+    Raises:
+        SlurmError: it says something else.
+    """
+    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", config, re.MULTILINE)
+    found = {}
+    for line in filter(None, map(str.strip, shown.splitlines())):
+        name, address = _field(line, "NodeName"), _field(line, "NodeAddr")
+        port = _field(line, "Port") or (usual.group(1) if usual else "")
+        if not (name and address and port.isdigit()):
+            raise SlurmError(f"scontrol show node: no address and port of slurmd in {line[:SAID_CHARACTERS_MAX]!r}")
+        found[name] = address, int(port)
+    return found
 
 
 def parse_time(text: str) -> float | None:

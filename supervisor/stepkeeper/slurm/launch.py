@@ -41,9 +41,12 @@ def standby_argv(nodes: Sequence[str], geometry: Geometry, program: Sequence[str
     return [*shape, *_beside("stepkeeper-standby"), *program]
 
 
-def training_argv(nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str]) -> list[str]:
-    """Return the srun line of a training step: ranks are contiguous on the nodes in Slurm's order."""
-    shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
+def training_argv(
+    nodes: Sequence[str], geometry: Geometry, log_pattern: str, program: Sequence[str], *, in_slurms_order: bool = True
+) -> list[str]:
+    """Return the srun line of a training step: ranks are contiguous on the nodes, in Slurm's order or by `hosts`."""
+    shape = _shape(nodes, geometry.tasks_per_node) if in_slurms_order else _by_hosts(nodes, geometry.tasks_per_node)
+    shape += _cpus(geometry)
     return [*shape, *_step_options(log_pattern), "--cpu-bind=none", *program]
 
 
@@ -55,6 +58,20 @@ def _shape(nodes: Sequence[str], tasks_per_node: int) -> list[str]:
         f"--ntasks-per-node={tasks_per_node}",
         f"--nodelist={','.join(nodes)}",
     ]
+
+
+def _by_hosts(nodes: Sequence[str], tasks_per_node: int) -> list[str]:
+    """Return the shape of a step whose tasks are where SLURM_HOSTFILE says; 26.05 takes no `--nodes` beside it."""
+    return ["srun", f"--ntasks={len(nodes) * tasks_per_node}", "--distribution=arbitrary"]
+
+
+def hosts(nodes: Sequence[str], tasks_per_node: int) -> str:
+    """Return the text of SLURM_HOSTFILE: a line a task, in the order of the ranks.
+
+    >>> hosts(("n4", "n2"), 2).split()
+    ['n4', 'n4', 'n2', 'n2']
+    """
+    return "".join(f"{node}\n" * tasks_per_node for node in nodes)
 
 
 def _cpus(geometry: Geometry) -> list[str]:

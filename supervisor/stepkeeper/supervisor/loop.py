@@ -41,6 +41,7 @@ from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.messages import shorten
 
 STORAGE_WITHIN_S = 2.0
+LATE_LOOK_EVERY_S = 2.0
 PROGRESS_LOG_EVERY_S = 10.0
 OPTIONAL: dict[type, Part] = {  # effects that training can do without
     do.Look: Part.DIAGNOSIS,
@@ -165,7 +166,8 @@ class Supervisor:
         return self.exit_code
 
     def _wait_s(self) -> float:
-        due = self.next_at.get("lease", 0.0)  # the only thing that is done without an event or a deadline
+        # all that is done without an event or a deadline
+        due = min(self.next_at.get("lease", 0.0), self.next_at.get("late", 0.0))
         if self.state.wake_at is not None:
             due = min(due, self.state.wake_at)
         return due - self.inbox.clock.now()
@@ -191,6 +193,8 @@ class Supervisor:
             if self.standbys is not None:
                 self.standbys.renew()
             self.decision_log.look_at_journal()
+        if self._is_due("late", LATE_LOOK_EVERY_S) and self.bus is not None:
+            self.bus.look_at_late()
         if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
             self.time_asked = slurm.ask_time(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
@@ -378,6 +382,7 @@ class Supervisor:
         meeting = launch.Meeting(
             launch=effect.launch,
             nodes=effect.nodes,
+            in_slurms_order=list(effect.nodes) == sorted(effect.nodes, key=self.setting.assignment.nodes.index),
             address=effect.address,
             port=effect.port,
             resume_from=effect.resume_from,

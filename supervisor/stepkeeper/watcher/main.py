@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper import __version__
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
+from stepkeeper.core.topology import above
 from stepkeeper.loop_tools import Stalls
 from stepkeeper.slurm.launch import node_name
 from stepkeeper.watcher import messages as bus
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from stepkeeper.watcher.rescue import Result
 
 ALIVE_EVERY_S = 2.0
+SWITCHES_CHARACTERS_MAX = 200  # of what Slurm has above a node: a line of the bus is short
 PROGRESS_EVERY_S = 1.0
 ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a word of the supervisor
 BUS_BACK_WITHIN_S = 10.0  # when only srun died, a new bus takes over from us by then
@@ -102,7 +104,8 @@ class Watcher:
         self.selector.register(self.stacks, selectors.EVENT_READ, self._on_stacks)
         self.selector.register(self.failover, selectors.EVENT_READ, self._on_failover)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
-        self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True))
+        switches = above(os.environ.get("SLURM_TOPOLOGY_ADDR", ""), self.node)[:SWITCHES_CHARACTERS_MAX]
+        self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True, switches=switches))
         self.senses.start()
         stalls = Stalls(time.monotonic())
         while not self.quit:

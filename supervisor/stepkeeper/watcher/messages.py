@@ -123,6 +123,7 @@ class Ready(_Line, frozen=True, kw_only=True, tag="ready"):
     pid: int
     version: str
     reads: bool = False  # it knows `Read`: a version that did not never says so
+    switches: str = ""  # above the node, as Slurm tells: `core.topology`
 
 
 class Alive(_Line, frozen=True, kw_only=True, tag="alive"):

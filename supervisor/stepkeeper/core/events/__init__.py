@@ -16,6 +16,7 @@ Where each comes from, and what may be concluded from it:
     SlurmAnswered       slurmctld, or the time limit of our client (`actions.slurm`); RequeueAnswered likewise
     WatcherReady        a watcher's first line (`sources.bus`)
     WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
+    SlurmdGone          the node's kernel: it refuses connections while the watcher is late (`sources.slurmd`)
     BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
     NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
     NodesNotCleared     the bus: which watchers have not answered
@@ -91,6 +92,7 @@ from stepkeeper.core.events.nodes import (
     NodesChecked,
     NodesCleared,
     NodesNotCleared,
+    SlurmdGone,
     Unfit,
     WatcherLost,
     WatcherReady,
@@ -117,6 +119,7 @@ Event = (
     | RequeueAnswered
     | WatcherReady
     | WatcherLost
+    | SlurmdGone
     | BusEnded
     | NodesCleared
     | NodesNotCleared
@@ -188,6 +191,7 @@ __all__ = [
     "SignalReceived",
     "Skipped",
     "SlurmAnswered",
+    "SlurmdGone",
     "StacksCollected",
     "StorageTested",
     "Superseded",

@@ -36,6 +36,7 @@ class WatcherReady(Stamped, frozen=True, kw_only=True, tag="watcher_ready"):
 
     node: str
     bus: int
+    switches: str = ""  # above the node, the highest first: `core.leaf3`; empty where Slurm knows none
 
 
 class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
@@ -44,6 +45,17 @@ class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
     node: str
     bus: int
     why: str
+
+
+class SlurmdGone(Stamped, frozen=True, kw_only=True, tag="slurmd_gone"):
+    """A node's watcher is late, and the node refuses connections to slurmd, for seconds: nothing of Slurm runs there.
+
+    Slurmd of another node takes them.  Told again every few seconds while it is so.
+    """
+
+    node: str
+    bus: int
+    silent_s: float  # of the watcher
 
 
 class BusEnded(Stamped, frozen=True, kw_only=True, tag="bus_ended"):

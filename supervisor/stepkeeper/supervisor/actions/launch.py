@@ -36,6 +36,7 @@ UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
 KILL_SRUN_AFTER_S = 10.0
 STORAGE_WITHIN_S = 10.0
+HOSTS = "hosts"  # among the logs of a launch: where its ranks are, where that is not Slurm's order
 SRUN_LOG = "srun.log"  # among the logs of a launch: what srun itself says
 _DEATH = re.compile(
     r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>\d+(?:[-,]\d+)*): "
@@ -93,6 +94,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     skipped_data: str = ""  # `STEP:STEPS,...`: data that the ranks do not take
     arguments: tuple[str, ...] | None = None  # of the framework, in place of our own resume argument
     answered: bool = False  # the trainer library has, in this run: it needs no resume argument
+    in_slurms_order: bool = True  # false: a spare has taken the place of another node among the ranks
     newest: bool = True  # false: the run goes back on purpose, and what a tier has newer must not be taken
 
 
@@ -120,7 +122,7 @@ def launch_argv(job: Job, meeting: Meeting, directory: Path) -> list[str]:
         )
     else:
         program += ["--", *command]
-    return lines.training_argv(meeting.nodes, geometry, pattern, program)
+    return lines.training_argv(meeting.nodes, geometry, pattern, program, in_slurms_order=meeting.in_slurms_order)
 
 
 def _torchrun(job: Job, meeting: Meeting) -> list[str]:
@@ -287,12 +289,18 @@ class Launch:
         try:
             for path in (self._logs, self._logs / paths.ERRORS_NAME, self._logs / paths.STACKS_NAME):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            hosts = {}
+            if not self._meeting.in_slurms_order:
+                tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)
+                (self._logs / HOSTS).write_text(lines.hosts(self._meeting.nodes, tasks_per_node))
+                hosts["SLURM_HOSTFILE"] = str(self._logs / HOSTS)
             self._process = subprocess.Popen(
                 launch_argv(self._job, self._meeting, self._logs),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=launch_environment(self._job, self._meeting, environment)
+                | hosts
                 | rank_files.reliability_variables(self._job.run_directory)
                 | rank_files.tracker_variables(self._job.run_directory, environment),
                 start_new_session=True,  # a signal to our process group is for us alone

@@ -15,7 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import launch as slurm_launch
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper.supervisor.sources.slurmd import follow
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
 
@@ -61,6 +64,7 @@ class Paces:
 
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
+LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
 LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a word in its event; watchers gather
 _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Progress: on.Progressed,
@@ -121,6 +125,7 @@ class Bus:
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._peers: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
+        self._late: set[str] = set()  # nodes whose watcher was late at the last look
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
@@ -165,6 +170,35 @@ class Bus:
         nodes = wanted.nodes if wanted is not None and wanted.launch == launch else ()
         missing = tuple(node for node in nodes if node not in self._cleared)
         self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
+
+    def look_at_late(self) -> None:
+        """Look at nodes whose watcher is late; `SlurmdGone` comes where nothing of Slurm runs.  Called by the loop."""
+        now = time.monotonic()
+        peers = self._peers.copy()
+        late = [node for node, peer in peers.items() if now - peer.last_message_at >= LATE_AFTER_S]
+        new = [node for node in late if node not in self._late]
+        self._late = set(late)
+        other = next((node for node in sorted(peers) if node not in late), None)
+        if new and other is not None:
+            self._inbox.run(Part.SLURMD, lambda: self._follow(new, other), name=f"bus-{self.number}-slurmd")
+
+    def _follow(self, late: list[str], other: str) -> None:
+        """Ask where slurmd of the nodes is, and look at it until they speak, or another bus replaces this one."""
+        last = {node: peer.last_message_at for node, peer in self._peers.copy().items() if node in late}
+
+        def spoke(node: str) -> bool:
+            peer = self._peers.get(node)
+            return peer is not None and peer.last_message_at != last.get(node)
+
+        def report(node: str) -> None:
+            silent_s = round(time.monotonic() - last[node], 1)
+            self._inbox.put(on.SlurmdGone(at=self._now(), node=node, bus=self.number, silent_s=silent_s))
+
+        try:
+            addresses = SlurmCommands().slurmds([*last, other])
+            follow(last, other, addresses, spoke=spoke, wait=self._closed.wait, report=report)
+        except SlurmError as error:  # nothing is known then, and silence alone counts
+            self._note(other, f"slurmd of {', '.join(last)} was not looked at: {error}")
 
     def check_silence(self) -> None:
         """Emit `WatcherLost` for watchers that are suspect: a new bus costs nothing.  Called by the loop."""
@@ -283,7 +317,7 @@ class Bus:
                 self._ready.add(message.node)
                 if message.reads:
                     self._reads.add(message.node)
-                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number))
+                self._inbox.put(on.WatcherReady(at=at, node=message.node, bus=self.number, switches=message.switches))
             case lines.Signaled():
                 self._inbox.put(on.NodeSignaled(at=at, node=message.node, signal=message.signal))
             case lines.Cleared():

@@ -50,6 +50,7 @@ class Part(StrEnum):
     REQUESTS = "requests"
     LEASE = "lease"
     SHEPHERD = "shepherd"
+    SLURMD = "slurmd"
     BUS_ERRORS = "bus-errors"
     METRICS = "metrics"
     JOURNAL = "journal"

@@ -251,6 +251,14 @@ MUTATIONS = (
     Mutation(
         "silence.on_stacks", never, "moved", "ranks that move are left alone", "hang_is_only_slow", "promises", nth=2
     ),
+    Mutation(
+        "silence.on_stacks",
+        always,
+        "lasts",
+        "a first look ends only what the next one would end",
+        "sleep_in_even_steps",
+        "promises",
+    ),
     # --- launches -----------------------------------------------------------------------------------
     Mutation("phases.all_ready", mirror, "ready", "a launch waits for every watcher", "fresh_start", "promises"),
     Mutation(

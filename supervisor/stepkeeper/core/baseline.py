@@ -153,8 +153,11 @@ def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
 
 
 def certain_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
-    """Return after which silence a run of even steps is looked at for a rank that cannot go on; None: not sooner."""
-    if saving or len(pace.recent) < STEADY:
+    """Return after which silence the ranks are looked at for one that cannot go on; None where that is no first look.
+
+    A few steps tell enough: the look ends nothing that would not be ended later.
+    """
+    if saving or len(pace.recent) < ENOUGH:
         return None
     ordered = sorted(pace.recent)
     usual = ordered[math.ceil(CERTAIN_SHARE * len(ordered)) - 1]

@@ -136,8 +136,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
 
     hang_certain_s: float = 3.0
-    """Where the last steps were even, so long a silence is looked at, and one of ten steps (the 99th percentile): it
-    ends the launch only if a rank cannot go on before the next look would end it, and all others wait."""
+    """So long a silence is looked at first, or one of ten steps (the 99th percentile) where that is longer: it ends the
+    launch only if a rank cannot go on before the next look would end it, and all others wait."""
 
     loss_words: int = 5
     """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""

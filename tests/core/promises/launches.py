@@ -81,6 +81,18 @@ def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
 
 
 @promise
+def a_first_look_ends_only_what_the_next_one_would_end(turns):
+    """Seconds of silence are no hang: a rank is sure to do nothing until more patience than ever is used up."""
+    for turn in turns:
+        certain_s = turn.before.silence.certain_s
+        if turn.after.launch.found is not None and turn.before.launch.found is None and certain_s:
+            assert isinstance(turn.event, on.StacksCollected)
+            assert turn.event.sure_s > 0.0
+            looked_at = turn.before.timers.get(Timer.HANG) - turn.policy.stacks_within_s
+            assert turn.event.at + turn.event.sure_s >= looked_at + certain_s
+
+
+@promise
 def a_library_that_withdrew_is_revived_by_rank_0_alone(turns):
     """Its silence means nothing, and a notice is a signal: a late word of another rank must not change that."""
     for turn in turns:

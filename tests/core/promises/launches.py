@@ -6,7 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.gates import Gate, closed_gates
 from stepkeeper.core.state import Phase, Timer
-from tests.core.promises.register import all_watched, promise
+from tests.core.promises.register import POLICY, all_watched, promise
 
 
 @promise
@@ -88,7 +88,7 @@ def a_first_look_ends_only_what_the_next_one_would_end(turns):
         if turn.after.launch.found is not None and turn.before.launch.found is None and certain_s:
             assert isinstance(turn.event, on.StacksCollected)
             assert turn.event.sure_s > 0.0
-            looked_at = turn.before.timers.get(Timer.HANG) - turn.policy.stacks_within_s
+            looked_at = turn.before.timers.get(Timer.HANG) - POLICY.stacks_within_s
             assert turn.event.at + turn.event.sure_s >= looked_at + certain_s
 
 

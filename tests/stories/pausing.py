@@ -1,6 +1,7 @@
 """The reference training with a pause that real programs make: `python pausing.py PAUSE STEP [options of it]`.
 
-Rank 1 does something else while rank 0 waits for it.  Copied to where the job's user can read it; imports nothing of the tests.
+Rank 1 does something else while rank 0 waits for it.  Copied to where the job's user can read it; imports nothing of
+the tests.
 """
 
 import gc

@@ -250,7 +250,8 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Look for training that has stopped making progress, by its own step times."""
 
     hang_least_s: float = 120.0
-    """No shorter silence is looked at, but for half a minute in a run with even steps, where no rank does anything."""
+    """No shorter silence ends a launch, but for half a minute in a run with even steps, where no rank does anything,
+    and for seconds where a rank is stopped, or has told the kernel that it sleeps for longer than this."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as

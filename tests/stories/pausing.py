@@ -36,20 +36,20 @@ def stop() -> None:
 def lock() -> None:
     """A thread loads data, and the main thread waits for it."""
     loaded = threading.Event()
-    threading.Timer(9.0, loaded.set).start()
+    threading.Timer(18.0, loaded.set).start()
     loaded.wait()
 
 
 def poll() -> None:
     """A file is waited for."""
-    until = time.monotonic() + 12
+    until = time.monotonic() + 18
     while time.monotonic() < until:
         time.sleep(1)
 
 
 def evaluate() -> None:
     """A validation of one rank."""
-    until = time.monotonic() + 12
+    until = time.monotonic() + 18
     while time.monotonic() < until:
         hashlib.sha256(bytes(100_000)).digest()
 
@@ -57,7 +57,7 @@ def evaluate() -> None:
 def collect() -> None:
     """Python looks for cycles among many objects."""
     kept = [[number] for number in range(1_000_000)]
-    until = time.monotonic() + 6
+    until = time.monotonic() + 18
     while time.monotonic() < until:
         gc.collect()
     del kept
@@ -65,7 +65,7 @@ def collect() -> None:
 
 def write() -> None:
     """A checkpoint of somebody else's."""
-    until = time.monotonic() + 8
+    until = time.monotonic() + 18
     with tempfile.TemporaryFile() as file:
         while time.monotonic() < until:
             file.seek(0)
@@ -76,7 +76,7 @@ def write() -> None:
 
 def compile_() -> None:
     """A compiler works, in a process of its own."""
-    program = "import time\nuntil = time.monotonic() + 10\nwhile time.monotonic() < until: pass"
+    program = "import time\nuntil = time.monotonic() + 18\nwhile time.monotonic() < until: pass"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -156,6 +156,7 @@ FIELDS = {
         **_launch,
         "moved": st.booleans(),
         "summary": st.just("rank 1 sleeps"),
+        "sure_s": st.sampled_from((0.0, 0.0, 60.0, 1e9)),
         "node": st.sampled_from(("", *NODES)),
     },
     on.RolledBack: {**_launch, "directory": _directory, "step": small, "error": st.sampled_from(("", "", "full"))},

@@ -249,7 +249,15 @@ MUTATIONS = (
     Mutation("starting.on_attempt_started", drop, "timers", "a start has a deadline", "fresh_start", "promises"),
     Mutation("silence.on_silence", always, "looking", "silence alone ends nothing", "hang_is_ended", "promises", nth=3),
     Mutation(
-        "silence.on_stacks", never, "moved", "ranks that move are left alone", "hang_is_only_slow", "promises", nth=2
+        "silence.on_stacks", never, "moved", "ranks that move are left alone", "hang_is_only_slow", "promises", nth=3
+    ),
+    Mutation(
+        "silence.on_stacks",
+        always,
+        "lasts",
+        "a first look ends only what the next one would end",
+        "sleep_in_even_steps",
+        "promises",
     ),
     # --- launches -----------------------------------------------------------------------------------
     Mutation("phases.all_ready", mirror, "ready", "a launch waits for every watcher", "fresh_start", "promises"),

@@ -12,6 +12,7 @@ from stepkeeper.core.baseline import (
     STEADY,
     WARM_UP_STEPS,
     Pace,
+    certain_s,
     launched,
     least_save_s,
     saved,
@@ -126,3 +127,17 @@ def test_even_steps_are_looked_at_sooner_once_there_are_many() -> None:
     assert soon(*[0.2] * STEADY, 25.0) == pytest.approx(75.0), "a pause that was seen may come again"
     assert soon(*[0.2] * STEADY, 45.0) is None
     assert soon(*[0.1, 0.9] * STEADY) is None, "uneven"
+
+
+def test_a_first_look_comes_after_ten_steps_or_three_seconds() -> None:
+    policy = Policy(hang_certain_s=3.0)
+
+    def first(*seconds: float, saving: bool = False) -> float | None:
+        return certain_s(paced(*seconds), policy, saving=saving)
+
+    assert first(*[0.2] * ENOUGH) == pytest.approx(3.0)
+    assert first(*[2.0] * ENOUGH) == pytest.approx(20.0)
+    assert first(*[0.2] * (ENOUGH - 1)) is None
+    assert first(*[0.2] * ENOUGH, saving=True) is None, "a save takes its time"
+    assert first(*[0.2] * KEPT_MAX, 5.0) == pytest.approx(50.0), "one of a hundred steps is as long"
+    assert first(40.0, *[0.2] * KEPT_MAX) == pytest.approx(60.0), "a pause that was seen is not looked at each time"

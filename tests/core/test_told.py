@@ -74,6 +74,7 @@ DECISIONS = {
         "hang_is_ended: CollectStacks > KillRanks > JudgeLaunch",
         "hang_again_leaves_the_node: KillRanks > CollectStacks > KillRanks > ReleaseNodes > StartLaunch",
         "hang_is_only_slow: CollectStacks / KillRanks",
+        "hang_is_certain: CollectStacks > KillRanks > JudgeLaunch",
     ),
     "storage is full: wait with growing pauses": (
         "storage_full_at_the_start: TestStorage > StartLaunch / NotifyUser",

@@ -15,6 +15,7 @@ if sys.argv[1] == "poison" and (os.environ["STEPKEEPER_LAUNCH"], os.environ["SLU
 
 import ctypes
 import faulthandler
+import threading
 import time
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def fail(how: str) -> None:
             waiting_for_data()
         case "native":
             waiting_below_python()
+        case "asleep":
+            sleeping_for_hours()
+        case "locked":
+            waiting_for_a_lock()
+        case "computes":
+            computing()
     raise AssertionError(f"unknown: {how}")
 
 
@@ -59,6 +66,24 @@ def waiting_below_python() -> None:
     libc = ctypes.CDLL(None)
     while True:
         libc.pause()
+
+
+def sleeping_for_hours() -> None:
+    """Stand in one wait, as a back-off that was multiplied too often."""
+    time.sleep(7200)
+
+
+def waiting_for_a_lock() -> None:
+    """Stand where a thread has taken a lock twice."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def computing() -> None:
+    """Stand in a loop that has no end."""
+    while True:
+        pass
 
 
 def poison(training: train_lm.Training, step: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,11 +12,13 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.diagnosis import collectives
 from stepkeeper.loop_tools import Clock
-from stepkeeper.supervisor.actions.stack_collector import StackCollector
+from stepkeeper.supervisor.actions.stack_collector import StackCollector, find_sure_s
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.kernel import Life, of_life, rests
+from stepkeeper.watcher.kernel import FOREVER_S, Life, Wait, of_life, rests, sure_s, wait_of
+from stepkeeper_trainer.formats.collectives import Place
 
 WITHIN_S = 60.0
 
@@ -97,3 +101,108 @@ def test_all_are_idle_where_each_waits_for_others_or_rests():
 
 def test_nothing_is_known_where_a_watcher_does_not_answer():
     assert not collected(stood(0, waits=True), nodes=("a", "b")).idle
+
+
+def wait_known(pid: int) -> Wait:
+    limit = time.monotonic() + WITHIN_S
+    while (found := wait_of(pid)) is None:
+        assert time.monotonic() < limit, "it is said to go on at any time"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("process", ["print(flush=True)\ntime.sleep(3600)"], indirect=True, ids=["sleeps"])
+def test_how_long_a_process_sleeps_is_known(process):
+    """The kernel was told until when: a process that sleeps for less than anybody would wait is left alone by it."""
+    found = wait_known(process)
+
+    assert 3600 - WITHIN_S < sure_s(found, wait_known(process)) <= 3600
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        "print(flush=True)\nwhile True: pass",
+        "import threading\nlock = threading.Lock()\nlock.acquire()\nprint(flush=True)\nlock.acquire()",
+        "print(flush=True)\nsys.stdin.read()",
+    ],
+    indirect=True,
+    ids=["computes", "is in a lock, which a thread may open", "reads"],
+)
+def test_a_process_that_may_go_on_at_any_time_is_not_sure_to_do_nothing(process):
+    for _ in range(20):
+        assert wait_of(process) is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("process", ["print(flush=True)\nwhile True: time.sleep(0.2)"], indirect=True, ids=["polls"])
+def test_a_sleep_that_begins_anew_is_another_one(process):
+    first = wait_known(process)
+    time.sleep(0.5)
+
+    assert sure_s(first, wait_of(process)) == 0.0
+
+
+@pytest.mark.parametrize("process", ["print(flush=True)\nwhile True: pass"], indirect=True, ids=["stopped"])
+def test_a_process_that_is_stopped_does_nothing_until_it_is_continued(process):
+    os.kill(process, signal.SIGSTOP)
+
+    before = wait_known(process)
+    assert sure_s(before, wait_of(process)) == FOREVER_S
+    os.kill(process, signal.SIGCONT)
+    limit = time.monotonic() + WITHIN_S
+    while wait_of(process) is not None:
+        assert time.monotonic() < limit, "it is said to be stopped still"
+    assert sure_s(before, wait_of(process)) == 0.0
+
+
+def asleep(rank: int, *, moved: bool = False) -> lines.Stood:
+    return lines.Stood(node="a", number=0, rank=rank, where="is in load (a.py:1)", sure_s=3000.0, moved=moved)
+
+
+def stopped(rank: int) -> lines.Stood:
+    where = "was stopped by a signal"
+    return lines.Stood(node="a", number=0, rank=rank, where=where, sure_s=FOREVER_S, halted=True, idle=True)
+
+
+def in_collective(rank: int) -> lines.Stood:
+    return lines.Stood(node="a", number=0, rank=rank, where="waits in all_reduce (a.py:2)", waits=True)
+
+
+def test_training_is_sure_to_stand_still_where_one_rank_does_and_all_others_wait():
+    assert find_sure_s([in_collective(0), asleep(1), in_collective(2)]) == 3000.0
+    assert find_sure_s([in_collective(0), stopped(1)]) == FOREVER_S
+    assert find_sure_s([stopped(0)]) == FOREVER_S
+    assert find_sure_s([stood(0, idle=True), stopped(1)]) == FOREVER_S, "a script without the library says no more"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [stood(0)],
+        [stood(0, idle=True)],
+        [stood(0, waits=True)],
+        [in_collective(0), stood(2)],
+        [],
+        [asleep(0)],
+    ],
+    ids=["computes", "idle elsewhere", "in a backward that computes", "one of two computes", "alone", "all sleep"],
+)
+def test_a_rank_that_sleeps_alone_says_nothing_of_the_training(others):
+    assert find_sure_s([*others, asleep(1)]) == 0.0
+
+
+def test_a_rank_that_moved_is_none_that_stands():
+    assert find_sure_s([in_collective(0), asleep(1, moved=True)]) == 0.0
+    assert find_sure_s([in_collective(0), stood(1, idle=True)]) == 0.0
+
+
+def test_a_rank_whose_gpu_waits_for_the_sleeping_one_waits():
+    """Its main thread is in the user's code and spins: its flight recorder says that it waits, and for whom."""
+    waits = Place(group="0", members="0-1", last=9, at=9, op="all_reduce")
+    late = Place(group="0", members="0-1", last=8)
+
+    standstills = collectives.compare({0: (waits,), 1: (late,)}, (0, 1))
+
+    assert find_sure_s([stood(0), asleep(1)], standstills) == 3000.0
+    assert find_sure_s([asleep(0), stood(1)], standstills) == 0.0, "the other way round"

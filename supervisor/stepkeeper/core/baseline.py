@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -79,6 +80,9 @@ WARM_UP_STEPS = 3
 STEADY = 32  # of them to know that a run is even
 STEADY_TIMES = 5.0  # as many usual steps as are waited for elsewhere
 LONGEST_TIMES = 3.0  # what took long once may take so many times as long
+CERTAIN_TIMES = 10.0  # as many steps, the 99th percentile, until a first look
+CERTAIN_SHARE = 0.99
+CERTAIN_LONGEST_TIMES = 1.5  # a pause that was seen is not looked at each time that it comes
 SAVES_ENOUGH = 3  # to know how long one takes at least
 QUICKER_TIMES = 0.25  # of the quickest one: beside training all are slower, yet none will be quicker than that
 
@@ -146,3 +150,15 @@ def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     usual = STEADY_TIMES * policy.hang_steps * (median + 3 * spread)
     soon = max(policy.hang_steady_s, usual, LONGEST_TIMES * pace.longest)
     return soon if soon < silence_s(pace, policy, saving=saving) else None
+
+
+def certain_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
+    """Return after which silence the ranks are looked at for one that cannot go on; None where that is no first look.
+
+    A few steps tell enough: the look ends nothing that would not be ended later.
+    """
+    if saving or len(pace.recent) < ENOUGH:
+        return None
+    ordered = sorted(pace.recent)
+    usual = ordered[math.ceil(CERTAIN_SHARE * len(ordered)) - 1]
+    return max(policy.hang_certain_s, CERTAIN_TIMES * usual, CERTAIN_LONGEST_TIMES * pace.longest)

@@ -106,6 +106,7 @@ class CollectStacks(_Effect, frozen=True, kw_only=True, tag="collect_stacks"):
     launch: int
     nodes: tuple[str, ...]
     within_s: float
+    brief: bool = False  # without native stacks: seconds count
 
 
 class JudgeLaunch(_Effect, frozen=True, kw_only=True, tag="judge_launch"):

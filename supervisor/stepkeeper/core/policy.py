@@ -135,6 +135,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where the last steps were even and it is a hundred of them and more, such a silence is looked at already; it ends
     the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
 
+    hang_certain_s: float = 3.0
+    """So long a silence is looked at first, or one of ten steps (the 99th percentile) where that is longer: it ends the
+    launch only if a rank cannot go on before the next look would end it, and all others wait."""
+
     loss_words: int = 5
     """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
 
@@ -246,7 +250,8 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Look for training that has stopped making progress, by its own step times."""
 
     hang_least_s: float = 120.0
-    """No shorter silence is looked at, but for half a minute in a run with even steps, where no rank does anything."""
+    """No shorter silence ends a launch, but for half a minute in a run with even steps, where no rank does anything,
+    and for seconds where a rank is stopped, or has told the kernel that it sleeps for longer than this."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as

@@ -1,7 +1,8 @@
 """Training that falls silent: look at the ranks' stacks, and end it only where none of them moves.  Pure.
 
 Never judged by a fixed time, and never by silence alone: an evaluation that does not `poll` is silent too.  Where steps
-were even, a short silence is looked at already, and ends the launch only if no rank does anything.
+were even, a short silence is looked at already, and ends the launch only if no rank does anything.  A silence of
+seconds ends it only where a rank is sure to do nothing for longer than the next look is away: that look would end it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.baseline import silence_s, steady_s
+from stepkeeper.core.baseline import certain_s, silence_s, steady_s
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.phases import Decision, all_ready, kill_for, query_slurm_unprompted
@@ -34,7 +35,21 @@ def alive(state: State, at: float, policy: Policy) -> State:
     allowed = silence_s(state.pace, policy, saving=saving)
     soon = steady_s(state.pace, policy, saving=saving)
     early = allowed - soon if soon is not None else 0.0
-    return replace(state, silence=Silence(early_s=early)).beside(Timer.HANG, at + allowed - early)
+    return _within(state, at, allowed - early, certain_s(state.pace, policy, saving=saving), early_s=early)
+
+
+def printed(state: State, at: float, policy: Policy) -> State:
+    """The script printed a step, and has no library: of its saves nothing is known, so silence may last long."""
+    if not policy.hang_watch:
+        return replace(state, silence=Silence()).beside(Timer.HANG, None)
+    return _within(state, at, policy.hang_most_s, certain_s(state.pace, policy, saving=False))
+
+
+def _within(state: State, at: float, allowed_s: float, first_s: float | None, *, early_s: float = 0.0) -> State:
+    """Have silence looked at after `first_s` where that comes sooner than what is allowed."""
+    sooner = max(0.0, allowed_s - first_s) if first_s is not None else 0.0
+    silence = Silence(early_s=early_s, certain_s=sooner)
+    return replace(state, silence=silence).beside(Timer.HANG, at + allowed_s - sooner)
 
 
 def first_word_by(state: State, at: float, policy: Policy) -> float | None:
@@ -63,8 +78,8 @@ def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
     if state.silence.looking and _only_tells(state):
         return Decision(_not_watched(state), (), (because.NoStacks(),))
-    if state.silence.looking and state.silence.early_s:
-        return Decision(_look_again(state, at), (), (because.NoStacks(again=True),))
+    if state.silence.looking and (state.silence.certain_s or state.silence.early_s):
+        return Decision(_look_again(state, at, policy), (), (because.NoStacks(again=True),))
     if state.silence.looking:
         return _stands_still(state, at, None, policy)
     launch = state.launch
@@ -90,7 +105,10 @@ def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
     state = replace(state, silence=replace(state.silence, looking=True))
     state = state.beside(Timer.HANG, at + policy.stacks_within_s)
     effect = do.CollectStacks(
-        launch=state.launch.number, nodes=state.launch.nodes, within_s=0.8 * policy.stacks_within_s
+        launch=state.launch.number,
+        nodes=state.launch.nodes,
+        within_s=0.8 * policy.stacks_within_s,
+        brief=bool(state.silence.certain_s),
     )
     return Decision(state, (effect,), why)
 
@@ -102,9 +120,13 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     if _only_tells(state):
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
         return Decision(_not_watched(state), (), why)
-    if state.silence.early_s and (event.moved or not event.idle):
+    silence = state.silence
+    lasts = event.sure_s > 0.0 and event.at + event.sure_s >= _next_look_at(state, event.at, policy)
+    if lasts and not event.moved:
+        return _stands_still(state, event.at, event, policy)
+    if silence.certain_s or (silence.early_s and (event.moved or not event.idle)):
         why = (because.StillMoves(stacks=event.summary, early=True),)
-        return Decision(_look_again(state, event.at), (), why)
+        return Decision(_look_again(state, event.at, policy), (), why)
     if event.moved:
         silence = replace(state.silence, looking=False, patience=2 * state.silence.patience)
         state = _wait_on(replace(state, silence=silence), event.at, policy)
@@ -112,10 +134,21 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     return _stands_still(state, event.at, event, policy)
 
 
-def _look_again(state: State, at: float) -> State:
-    """Wait for as long as without the early look."""
-    silence = replace(state.silence, looking=False, early_s=0.0)
-    return replace(state, silence=silence).beside(Timer.HANG, at + state.silence.early_s)
+def _look_again(state: State, at: float, policy: Policy) -> State:
+    """Wait for as long as without the look that was early."""
+    silence = replace(state.silence, looking=False, certain_s=0.0)
+    if not state.silence.certain_s:
+        silence = replace(silence, early_s=0.0)
+    return replace(state, silence=silence).beside(Timer.HANG, _next_look_at(state, at, policy))
+
+
+def _next_look_at(state: State, at: float, policy: Policy) -> float:
+    """Return when the look after this early one is due: the first one takes no time of the patience that follows."""
+    if not state.silence.certain_s:
+        return at + state.silence.early_s
+    ends_at = state.timers.get(Timer.HANG)
+    assert ends_at is not None, "a look has an end"
+    return max(at, ends_at - policy.stacks_within_s + state.silence.certain_s)
 
 
 def _wait_on(state: State, at: float, policy: Policy) -> State:
@@ -124,7 +157,7 @@ def _wait_on(state: State, at: float, policy: Policy) -> State:
     if not state.launch.library_seen and state.launch.step is not None:
         allowed = policy.hang_most_s  # by what it prints
     hang_at = at + min(state.silence.patience, PATIENCE_MAX) * allowed
-    return replace(state, silence=replace(state.silence, early_s=0.0)).beside(Timer.HANG, hang_at)
+    return replace(state, silence=replace(state.silence, early_s=0.0, certain_s=0.0)).beside(Timer.HANG, hang_at)
 
 
 def _stands_still(state: State, at: float, said: on.StacksCollected | None, policy: Policy) -> Decision:

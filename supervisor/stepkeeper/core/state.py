@@ -337,6 +337,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 1.0  # how many times longer, since the ranks were seen to move
     looking: bool = False  # their stacks are being collected
     early_s: float = 0.0  # so much before its usual time silence is looked at, or the look at hand began
+    certain_s: float = 0.0  # so much before that look: a first one, for ranks that are sure to do nothing
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):

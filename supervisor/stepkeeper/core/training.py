@@ -26,9 +26,9 @@ from stepkeeper.core.phases import (
 )
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.silence import alive, save_seconds, step_seconds
+from stepkeeper.core.silence import alive, printed, save_seconds, step_seconds
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
-from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, Silence, State, Timer
+from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State, Timer
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -115,11 +115,14 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
 
 
 def _printed(state: State, event: on.Progressed, policy: Policy) -> State:
-    """A script without the library printed a later step; of its saves nothing is known, so silence may last long."""
+    """A script without the library printed a later step."""
     if state.launch.library_seen or state.phase is not Phase.TRAINING:
         return state
-    state = replace(state, launch=replace(state.launch, step=event.step), silence=Silence())
-    return state.beside(Timer.HANG, event.at + policy.hang_most_s if policy.hang_watch else None)
+    pace = state.pace
+    if event.step_seconds is not None and state.launch.step is not None:
+        pace = step_taken(pace, event.step_seconds * (event.step - state.launch.step))  # from print to print
+    state = replace(state, launch=replace(state.launch, step=event.step), pace=pace)
+    return printed(state, event.at, policy)
 
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:

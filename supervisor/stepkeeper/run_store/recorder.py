@@ -184,6 +184,7 @@ KEYS = {
     "patience": ("silence", "patience"),
     "looking": ("silence", "looking"),
     "early_s": ("silence", "early_s"),
+    "certain_s": ("silence", "certain_s"),
     "plan": ("leaving", "plan"),
     "fallback_plan": ("leaving", "fallback_plan"),
     "term_at": ("leaving", "term_at"),

@@ -352,7 +352,7 @@ class Supervisor:
     def _collect_stacks(self, effect: do.CollectStacks) -> None:
         number = self.stack_collector.begin(effect)
         if self.bus is not None:
-            self.bus.say(lines.Stacks(launch=effect.launch, number=number))
+            self.bus.say(lines.Stacks(launch=effect.launch, number=number, brief=effect.brief))
 
     def _call_person(self, effect: do.NotifyUser) -> None:
         self.call = notify.notify_user(

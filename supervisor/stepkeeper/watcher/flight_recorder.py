@@ -34,16 +34,24 @@ def catches(pid: int, number: int) -> bool:
 class FlightRecorderRequest:
     """One request to the ranks of a node."""
 
-    def __init__(self, directory: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        pids: Mapping[int, int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        within_s: float = WITHIN_S,
+    ) -> None:
         """Ask every rank that can tell.
 
         Args:
             directory: the logs of the launch.
             pids: of each rank.
             clock: monotonic seconds.
+            within_s: for those that run and do not answer.
         """
         self._clock = clock
-        self._until = clock() + WITHIN_S
+        self._until = clock() + within_s
         self._files = {rank: collectives.file(directory, rank) for rank in pids}
         self._before = {rank: _stamp(path) for rank, path in self._files.items()}
         self._pids = {rank: pid for rank, pid in pids.items() if catches(pid, collectives.SIGNAL) and _signal(pid)}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,9 @@ IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads tha
 IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 THREADS_MAX = 128  # in an account
 CHILDREN_MAX = 64
+FOREVER_S = 1e9  # what only another process ends
+_TIMER_ABSTIME = 1
+_TIMESPEC = struct.Struct("qq")
 PATH_MAX = 80  # characters of a path in words
 
 # calls in which a process may stand: (x86_64, aarch64)
@@ -86,6 +91,55 @@ def call_of(pid: int, thread: int = 0) -> Call:
         return Call()
     name = _NAMES.get(number, f"system call {number}")
     return Call(name, _target(pid, int(words[1], 16)) if name in _OF_A_FILE and len(words) > 1 else "")
+
+
+class Wait(NamedTuple):
+    """A wait that nothing in the process itself ends before its time."""
+
+    what: str
+    until: float = 0.0  # seconds of `clock`
+    clock: int = time.CLOCK_MONOTONIC
+
+    @property
+    def left_s(self) -> float:
+        """How long it lasts yet."""
+        if self.what == _STOPPED:
+            return FOREVER_S
+        return min(max(0.0, self.until - time.clock_gettime(self.clock)), FOREVER_S)
+
+
+_STOPPED = "stopped"
+_ASLEEP = "asleep"
+
+
+def wait_of(pid: int) -> Wait | None:
+    """Return what a process's main thread waits for, where that has a certain end: None where it may end at any time.
+
+    It is stopped by a signal; or sleeps until an instant that it has told the kernel, as `time.sleep` does since
+    Python 3.11.  A sleep that begins anew each second may be the last one: it has no certain end.
+    """
+    if state_of(pid) == "T":
+        return Wait(_STOPPED)
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/syscall").read_text().split()
+        number, clock, flags, request = int(words[0]), *(int(word, 16) for word in words[1:4])
+        if _NAMES.get(number) != "clock_nanosleep" or not flags & _TIMER_ABSTIME:
+            return None
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            seconds, nanoseconds = _TIMESPEC.unpack(os.pread(memory.fileno(), _TIMESPEC.size, request))
+        time.clock_gettime(clock)
+    except (OSError, IndexError, ValueError, struct.error, OverflowError):  # it runs, is gone, or is not ours to trace
+        return None
+    return Wait(_ASLEEP, seconds + nanoseconds / 1e9, clock)
+
+
+def sure_s(before: Wait | None, after: Wait | None) -> float:
+    """Return for how long a process is sure to do nothing, of which two looks saw the same wait.
+
+    >>> sure_s(Wait("stopped"), Wait("stopped")) == FOREVER_S, sure_s(None, Wait("stopped"))
+    (True, 0.0)
+    """
+    return after.left_s if after is not None and before == after else 0.0
 
 
 def _target(pid: int, descriptor: int) -> str:

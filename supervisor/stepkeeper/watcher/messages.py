@@ -107,6 +107,7 @@ class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
 
     launch: int
     number: int
+    brief: bool = False  # without native stacks, so without `StoodBelow`
 
 
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
@@ -200,6 +201,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     moved: bool = False  # it did something else a moment later
     halted: bool = False  # it can do nothing: stopped by a signal, ended, or stuck in the kernel
     idle: bool = False  # it is sure that it computed, read and wrote nothing in between; false: it may have
+    sure_s: float = 0.0  # for so long it is sure to do nothing: it is stopped, or asleep until then
 
 
 class StoodBelow(_Line, frozen=True, kw_only=True, tag="stood_below"):

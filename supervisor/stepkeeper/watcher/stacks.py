@@ -19,7 +19,7 @@ from pathlib import Path
 
 from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.flight_recorder import FlightRecorderRequest, catches
+from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, catches
 from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import collectives
@@ -30,6 +30,7 @@ DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
 STUCK_FOR_S = 1.5  # ranks that cannot handle a signal are not waited for longer
 SETTLED_S = 0.3  # a file that has not grown for so long is written
+BRIEF_S = 2.0  # for what the flight recorders say, where seconds count
 READ_BYTES_MAX = 256 * 1024
 WRITTEN_WITHIN_S = 2.0
 RANKS_SHOWN_MAX = 4
@@ -112,7 +113,9 @@ class StackTaker:
             spy = self._find_spy()
             first = self._sample(spy, wanted.launch, pids)
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             time.sleep(self._apart_s)
+            waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             second = self._sample(spy, wanted.launch, pids)
             stands: dict[int, int] = {}  # pids of ranks that do
@@ -128,6 +131,8 @@ class StackTaker:
                     stands[rank] = pid
                 if frames and not moved and not doing.halted and not says_it_all(doing.where):
                     plain[rank] = frames
+                rests = kernel.rests(lived[rank], lives_on[rank], self._apart_s)
+                stays = not moved and rests and lived[rank].switches == lives_on[rank].switches
                 stood = bus.Stood(
                     node=self._node,
                     number=wanted.number,
@@ -136,13 +141,16 @@ class StackTaker:
                     waits=doing.waits,
                     halted=doing.halted,
                     moved=moved,
-                    idle=kernel.rests(lived[rank], lives_on[rank], self._apart_s),
+                    idle=rests,
+                    sure_s=kernel.sure_s(waited[rank], waits_on[rank]) if stays else 0.0,
                 )
                 self._say(stood)
-            self._below(spy, wanted, stands, plain)
+            if not wanted.brief:
+                self._below(spy, wanted, stands, plain)
+            within_s = BRIEF_S if wanted.brief else WITHIN_S
             # behind the stacks: faulthandler does one thing at a time, and drops a signal that comes meanwhile; and
             # whom py-spy holds answers no signal
-            asked = FlightRecorderRequest(self._file(wanted.launch, 0).parent.parent, pids)
+            asked = FlightRecorderRequest(self._file(wanted.launch, 0).parent.parent, pids, within_s=within_s)
             for rank, places in sorted(asked.take().items()):
                 for place in places:
                     self._say(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
@@ -173,7 +181,10 @@ class StackTaker:
         asked = {
             rank
             for rank, pid in pids.items()
-            if not found.get(rank) and catches(pid, collectives.STACKS_SIGNAL) and _signal(pid)
+            if not found.get(rank)
+            and kernel.state_of(pid) != "T"  # it would answer when it goes on
+            and catches(pid, collectives.STACKS_SIGNAL)
+            and _signal(pid)
         }
         give_up_at = time.monotonic() + DUMP_WITHIN_S
         sizes = dict(begun)

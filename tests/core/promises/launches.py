@@ -6,7 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.gates import Gate, closed_gates
 from stepkeeper.core.state import Phase, Timer
-from tests.core.promises.register import all_watched, promise
+from tests.core.promises.register import POLICY, all_watched, promise
 
 
 @promise
@@ -78,6 +78,18 @@ def silence_ends_a_launch_only_after_a_look_at_its_stacks(turns):
             assert turn.ordered(do.KillRanks)
         if turn.after.silence.looking:
             assert turn.after.timers.get(Timer.HANG) is not None
+
+
+@promise
+def a_first_look_ends_only_what_the_next_one_would_end(turns):
+    """Seconds of silence are no hang: a rank is sure to do nothing until more patience than ever is used up."""
+    for turn in turns:
+        certain_s = turn.before.silence.certain_s
+        if turn.after.launch.found is not None and turn.before.launch.found is None and certain_s:
+            assert isinstance(turn.event, on.StacksCollected)
+            assert turn.event.sure_s > 0.0
+            looked_at = turn.before.timers.get(Timer.HANG) - POLICY.stacks_within_s
+            assert turn.event.at + turn.event.sure_s >= looked_at + certain_s
 
 
 @promise

@@ -15,7 +15,7 @@ from stepkeeper.core import events as on
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats.plain import open_descriptor
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 2.0
 BYTES_MAX = 1024 * 1024  # of a file at one look; what is older of it tells no more than what is newer
 LINE_BYTES_MAX = 4096
 DIGITS_MAX = 18

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,6 +13,7 @@ from stepkeeper.core import events as on
 from stepkeeper.diagnosis import collectives
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
+from stepkeeper.watcher.frames import says_it_all
 from stepkeeper_trainer.formats.collectives import Place
 
 SHOWN_MAX = 4  # kinds of what ranks do, in the summary
@@ -74,18 +76,41 @@ class StackCollector:
         standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
         suspect = find_suspect(stood, collectives.find_suspect(standstills))
         unheard = [node for node in missing if node not in {each.node for each in stood}]
+        known = bool(stood) and not missing
         words = (summarise(stood, unheard), collectives.in_words(standstills, places))
         self._inbox.put(
             on.StacksCollected(
                 at=self._inbox.clock.now(),
                 launch=wanted.launch,
                 moved=any(each.moved for each in stood),
-                idle=bool(stood) and not missing and all(each.idle or each.waits for each in stood),
+                idle=known and all(each.idle or each.waits for each in stood),
                 summary="; ".join(word for word in words if word),
                 rank=suspect.rank if suspect is not None else None,
                 node=suspect.node if suspect is not None else "",
+                sure_s=find_sure_s(stood, standstills) if known else 0.0,
             )
         )
+
+
+def find_sure_s(stood: Sequence[lines.Stood], standstills: Sequence[collectives.Standstill] = ()) -> float:
+    """Return for how long the training is sure to stand still: a rank cannot go on, and all others wait for ranks.
+
+    Where a rank is stopped, the others need only do nothing: a script without the trainer library says no more.
+    """
+    sure = [each for each in stood if each.sure_s and not each.moved]
+    others = [each for each in stood if each not in sure]
+    if not sure:
+        return 0.0
+    late = {each.rank for each in sure}
+    waiting = {rank for still in standstills if late & set(still.suspects) for rank in still.ranks}
+    stopped = any(each.halted for each in sure)
+    for each in others:
+        waits = each.rank in waiting or (each.waits and (each.idle or says_it_all(each.where)))
+        if each.moved or not (waits or (stopped and each.idle)):
+            return 0.0
+    if not stopped and not others:  # all of them sleep: a script that waits for its hour
+        return 0.0
+    return max(each.sure_s for each in sure)
 
 
 def with_below(stood: lines.Stood, below: str) -> lines.Stood:

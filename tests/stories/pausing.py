@@ -1,0 +1,102 @@
+"""The reference training with a pause that real programs make: `python pausing.py PAUSE STEP [options of it]`.
+
+Rank 1 does something else while rank 0 waits for it.  Copied to where the job's user can read it; imports nothing of
+the tests.
+"""
+
+import gc
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from stepkeeper_trainer.examples import train_lm
+
+RANK = 1
+
+
+def sleep() -> None:
+    """A service is asked again after a while: sooner than anybody would stop waiting."""
+    time.sleep(20)
+
+
+def stop() -> None:
+    """Another process stops this one, and lets it go on."""
+    pid = os.getpid()
+    program = f"import os, time; time.sleep(2); os.kill({pid}, {int(signal.SIGCONT)})"
+    continues = subprocess.Popen([sys.executable, "-c", program])
+    os.kill(pid, signal.SIGSTOP)
+    continues.wait()
+
+
+def lock() -> None:
+    """A thread loads data, and the main thread waits for it."""
+    loaded = threading.Event()
+    threading.Timer(18.0, loaded.set).start()
+    loaded.wait()
+
+
+def poll() -> None:
+    """A file is waited for."""
+    until = time.monotonic() + 18
+    while time.monotonic() < until:
+        time.sleep(1)
+
+
+def evaluate() -> None:
+    """A validation of one rank."""
+    until = time.monotonic() + 18
+    while time.monotonic() < until:
+        hashlib.sha256(bytes(100_000)).digest()
+
+
+def collect() -> None:
+    """Python looks for cycles among many objects."""
+    kept = [[number] for number in range(1_000_000)]
+    until = time.monotonic() + 18
+    while time.monotonic() < until:
+        gc.collect()
+    del kept
+
+
+def write() -> None:
+    """A checkpoint of somebody else's."""
+    until = time.monotonic() + 18
+    with tempfile.TemporaryFile() as file:
+        while time.monotonic() < until:
+            file.seek(0)
+            file.write(bytes(1_000_000))
+            os.fsync(file.fileno())
+            time.sleep(0.01)
+
+
+def compile_() -> None:
+    """A compiler works, in a process of its own."""
+    program = "import time\nuntil = time.monotonic() + 18\nwhile time.monotonic() < until: pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+PAUSES = {each.__name__.strip("_"): each for each in (sleep, stop, lock, poll, evaluate, collect, write, compile_)}
+
+
+def main() -> None:
+    """Train, and pause once."""
+    pause, step = PAUSES[sys.argv[1]], int(sys.argv[2])
+    del sys.argv[1:3]
+    train_step = train_lm.train_step
+
+    def pausing(training: train_lm.Training, done: int) -> tuple[float, float]:
+        if training.place.rank == RANK and done == step:
+            pause()
+        return train_step(training, done)
+
+    train_lm.train_step = pausing
+    train_lm.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -108,7 +108,7 @@ def _project(dependencies: Path) -> Path:
         path
         for top in ("supervisor", "trainer", "sbatch", "pyproject.toml")
         for path in [REPOSITORY / top, *(REPOSITORY / top).rglob("*")]
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "_version.py"  # the build writes it
     )
     print_of = _fingerprint(str(dependencies), *(f"{path}:{path.read_bytes().hex()}" for path in sources))
     layer = SITES / f"project-{print_of}"

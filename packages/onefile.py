@@ -29,9 +29,10 @@ def main() -> None:
 
 def unpack(home: str) -> None:
     """Make the installation in one rename: others may be starting too."""
-    os.makedirs(os.path.dirname(home), mode=0o700, exist_ok=True)
-    made = tempfile.mkdtemp(dir=os.path.dirname(home))
+    made = None
     try:
+        os.makedirs(os.path.dirname(home), mode=0o700, exist_ok=True)
+        made = tempfile.mkdtemp(dir=os.path.dirname(home))
         with zipfile.ZipFile(os.path.abspath(sys.argv[0])) as packed:
             packed.extractall(made, [name for name in packed.namelist() if name.startswith("lib/")])
         version = "{}.{}".format(*sys.version_info)
@@ -44,7 +45,8 @@ def unpack(home: str) -> None:
         os.chmod(os.path.join(made, "bin", "stepkeeper"), 0o700)
         os.rename(made, home)
     except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
         if not os.path.isdir(home):  # another process was faster
             sys.exit(f"stepkeeper: cannot unpack into {home}: {error}: set XDG_CACHE_HOME to a place with room")
 

@@ -252,7 +252,7 @@ def test_the_bill_of_materials_names_what_the_packages_hold(made: dict[str, Path
     bom = json.loads(one(made[NEW], "*.cdx.json").read_text())
 
     assert bom["bomFormat"] == "CycloneDX"
-    versions = {part["name"]: part["version"] for part in bom["components"]}
+    versions = {part["name"].replace("_", "-"): part["version"] for part in bom["components"]}
     assert set(versions) == HELD
     assert versions["stepkeeper"] == NEW
     assert all(part.get("licenses") for part in bom["components"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,28 @@ OURS = ("stepkeeper", "stepkeeper_trainer")
 COMMAND = "import sys\nfrom stepkeeper.entry import main\nsys.exit(main())\n"
 
 
-class Environment:
-    """A virtual environment that every user can run, with torch and one release: ours can be exchanged in place."""
+def laid_out(place: Path, version: str) -> Path:
+    """Return the packages of one release, compiled, in a directory of their own: `""` is this checkout."""
+    target = place / (version or "now")
+    if target.is_dir():
+        return target
+    if version:
+        [wheel] = RELEASED.glob(f"stepkeeper-{version}-*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(target, [name for name in packed.namelist() if name.startswith(OURS)])
+    else:
+        for name, directory in zip(OURS, ("supervisor", "trainer"), strict=True):
+            shutil.copytree(REPOSITORY / directory / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "compileall", "-q", target], check=True, timeout=WITHIN_S)
+    return target
 
-    def __init__(self, place: Path, user: str) -> None:
-        """Make it, with no release in it yet."""
+
+class Environment:
+    """A virtual environment that every user can run, with torch and one release, which can be exchanged."""
+
+    def __init__(self, place: Path, user: str, releases: Path) -> None:
+        """Make it, with no release in it yet; `releases`: where the packages of all of them lie."""
+        self.releases = releases
         base = site_python(user)
         shown = subprocess.run(
             [base, "-c", "import sys; print(*[p for p in sys.path if 'site-packages' in p], sep='\\n')"],
@@ -31,6 +47,8 @@ class Environment:
         self.python = place / "bin" / "python"
         [self.packages] = place.glob("lib/python3*/site-packages")
         (self.packages / "dependencies.pth").write_text(shown.stdout)
+        self.stepkeeper.write_text(f"#!{self.python}\n{COMMAND}")
+        self.stepkeeper.chmod(0o755)
 
     @property
     def stepkeeper(self) -> Path:
@@ -38,19 +56,10 @@ class Environment:
         return self.python.parent / "stepkeeper"
 
     def install(self, version: str) -> Environment:
-        """Put a release in place of what is there, as pip does: `""` is this checkout."""
+        """Put a release in place of what is there, at once: what runs goes on, what starts is new."""
+        release = laid_out(self.releases, version)
         for name in OURS:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self.packages / name)
-        if version:
-            [wheel] = RELEASED.glob(f"stepkeeper-{version}-*.whl")
-            with zipfile.ZipFile(wheel) as packed:
-                packed.extractall(self.packages, [name for name in packed.namelist() if name.startswith(OURS)])
-        else:
-            for directory in ("supervisor/stepkeeper", "trainer/stepkeeper_trainer"):
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(REPOSITORY / directory, self.packages / Path(directory).name, ignore=ignored)
-        self.stepkeeper.write_text(f"#!{self.python}\n{COMMAND}")
-        self.stepkeeper.chmod(0o755)
-        subprocess.run([sys.executable, "-m", "compileall", "-q", self.packages], check=True, timeout=WITHIN_S)
+            new = self.packages / f"{name}.new"
+            new.symlink_to(release / name)
+            new.replace(self.packages / name)
         return self

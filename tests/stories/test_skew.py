@@ -17,7 +17,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.lab import Lab
 from tests.lab.agents import GPUS, Agents
-from tests.lab.release import RELEASED, Environment
+from tests.lab.release import RELEASED, Environment, laid_out
 from tests.stories.acts import kill_ranks, kill_watcher
 from tests.stories.test_faults import mend
 from tests.training import Training, assert_complete
@@ -51,19 +51,30 @@ def skewed(lab: Lab, name: str, supervisor: Environment, ranks: Environment, **o
 
 
 @pytest.fixture
-def environments(lab: Lab) -> list[Environment]:
+def environments(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[Environment]:
     """Two environments that every user of the lab can run."""
-    place = lab.workdir("games")
-    return [Environment(place / f"environment-{number}", "games") for number in range(2)]
+    place = lab.workdir("games") / tmp_path_factory.mktemp("environments").name
+    releases = lab.directory / "releases"
+    for version in (BEFORE, NOW):
+        laid_out(releases, version)
+    return [Environment(place / str(number), "games", releases) for number in range(2)]
 
 
 @pytest.mark.parametrize(("supervisor", "library"), PAIRS)
 def test_supervisor_and_library_of_two_releases_preempt_and_resume(
-    lab: Lab, environments: list[Environment], reference: Training, supervisor: str, library: str
+    lab: Lab,
+    environments: list[Environment],
+    reference: Training,
+    supervisor: str,
+    library: str,
 ) -> None:
     one, other = environments
     training = skewed(
-        lab, f"library-{library or 'now'}", one.install(supervisor), other.install(library), step_seconds=0.3
+        lab,
+        f"library-{library or 'now'}",
+        one.install(supervisor),
+        other.install(library),
+        step_seconds=0.5,
     )
     training.submit()
     training.wait_step(13)
@@ -101,7 +112,7 @@ def test_a_run_begun_by_the_release_before_goes_on_under_this_one(
 ) -> None:
     """The installation is upgraded while the run trains; it counts from the next attempt on."""
     [environment, _] = [each.install(BEFORE) for each in environments]
-    training = skewed(lab, "upgraded", environment, environment, step_seconds=0.3).submit()
+    training = skewed(lab, "upgraded", environment, environment, step_seconds=0.5).submit()
     training.wait_step(13)
     environment.install(NOW)
     lab.requeue(training.job_id)
@@ -117,7 +128,7 @@ def test_after_an_upgrade_a_supervisor_of_the_release_before_starts_watchers_and
 ) -> None:
     """What it has in memory is the old release; each process that it starts from now on is the new one."""
     [environment, _] = [each.install(BEFORE) for each in environments]
-    training = skewed(lab, f"mixed-{act.__name__}", environment, environment, step_seconds=0.3).submit()
+    training = skewed(lab, f"mixed-{act.__name__}", environment, environment, step_seconds=0.5).submit()
     training.wait_step(13)
     environment.install(NOW)
     act(training)

@@ -122,21 +122,35 @@ def test_a_run_begun_by_the_release_before_goes_on_under_this_one(
     assert [version_of_attempt(training, attempt) for attempt in (0, 1)] == [BEFORE, __version__]
 
 
-@pytest.mark.parametrize("act", [kill_watcher, kill_ranks], ids=lambda act: act.__name__)
-def test_after_an_upgrade_a_supervisor_of_the_release_before_starts_watchers_and_ranks_of_this_one(
-    lab: Lab, environments: list[Environment], reference: Training, act
+def test_a_supervisor_of_the_release_before_goes_on_with_watchers_of_this_one(
+    lab: Lab, environments: list[Environment], reference: Training
 ) -> None:
-    """What it has in memory is the old release; each process that it starts from now on is the new one."""
-    [environment, _] = [each.install(BEFORE) for each in environments]
-    training = skewed(lab, f"mixed-{act.__name__}", environment, environment, step_seconds=0.5).submit()
+    """What it has in memory is the old release; the watchers that it starts again are of the new one."""
+    environment = environments[0].install(BEFORE)
+    training = skewed(lab, "watchers", environment, environment, step_seconds=0.5).submit()
     training.wait_step(13)
     environment.install(NOW)
-    act(training)
+    kill_watcher(training)
     training.wait_step(20)
     lab.requeue(training.job_id)
     training.wait_end()
 
     resumed(training, reference)
+
+
+def test_ranks_that_die_after_an_upgrade_go_on_under_this_release(
+    lab: Lab, environments: list[Environment], reference: Training
+) -> None:
+    """Watchers of 0.1.0 miss a module that has another name now, call their nodes unfit, and the job is requeued."""
+    environment = environments[0].install(BEFORE)
+    training = skewed(lab, "ranks", environment, environment, step_seconds=0.5).submit()
+    training.wait_step(13)
+    environment.install(NOW)
+    kill_ranks(training)
+    training.wait_end()
+
+    resumed(training, reference)
+    assert [version_of_attempt(training, attempt) for attempt in (0, 1)] == [BEFORE, __version__]
 
 
 class AgentsBefore(Agents):

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -13,7 +13,7 @@ PYTEST = $(ONE) -n $(AT_ONCE) --dist loadscope --durations=40 --durations-min=5 
 FAILED := .venv/failed-tests
 LINTED := .venv/lint.log
 LINT = $(V)/ruff check . && $(V)/ruff format --check . && $(V)/mypy && $(V)/mypy --python-version 3.10 --package stepkeeper_trainer && $(V)/lint-imports --no-logo
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime debootstrap rpm
 V := .venv/bin
 
 help:  ## this list
@@ -112,6 +112,23 @@ docs: docs-packages  ## the site, into build/site; a link or an anchor that lead
 docs-serve: docs-packages  ## the site on http://127.0.0.1:8000, while pages are edited
 	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
 
+# wheel, sdist, .deb, .rpm, single file, SBOM; in an environment of its own too
+DIST ?= dist
+DIST_PACKAGES ?= /var/tmp/stepkeeper-dist
+dist-packages:
+	@cmp -s tests/requirements-dist.txt $(DIST_PACKAGES)/.ready || { rm -rf $(DIST_PACKAGES) && $(PYTHON) -m venv $(DIST_PACKAGES) && \
+	    $(DIST_PACKAGES)/bin/pip install --quiet -r tests/requirements-dist.txt && \
+	    cp tests/requirements-dist.txt $(DIST_PACKAGES)/.ready; }
+
+dist: dist-packages  ## wheel, sdist, Debian package and RPM of the node agent, single file, SBOM: into dist/
+	rm -rf $(DIST)
+	$(DIST_PACKAGES)/bin/python -m build --no-isolation --outdir $(DIST) .
+	$(DIST_PACKAGES)/bin/python -m twine check --strict $(DIST)/*
+	$(DIST_PACKAGES)/bin/python packages/build.py $(DIST)/*.whl $(DIST)
+
+test-packages: setup  ## the packages are installed, upgraded and purged in a clean Debian root; skipped where tools are missing
+	$(AS_ROOT) $(V)/python -m pytest tests/packages $(PYTEST) -rs
+
 bench: setup  ## what a preemption, a lost GPU and the node agent cost (docs/benchmarks.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_preemption
 	$(AS_ROOT) $(V)/python -m tests.bench_fault
@@ -135,4 +152,4 @@ lint: setup  ## style, types, and the import contracts
 	$(LINT)
 
 clean:  ## remove what `setup` made
-	rm -rf .venv .venv-oldest build/site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-oldest build/site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

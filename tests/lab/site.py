@@ -14,6 +14,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from stepkeeper import __version__
 from tests.lab.building import locked
 from tests.lab.faults import LabError
 
@@ -108,7 +109,7 @@ def _project(dependencies: Path) -> Path:
         path
         for top in ("supervisor", "trainer", "sbatch", "pyproject.toml")
         for path in [REPOSITORY / top, *(REPOSITORY / top).rglob("*")]
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "_version.py"  # the build writes it
     )
     print_of = _fingerprint(str(dependencies), *(f"{path}:{path.read_bytes().hex()}" for path in sources))
     layer = SITES / f"project-{print_of}"
@@ -129,6 +130,7 @@ def _project(dependencies: Path) -> Path:
             "--no-deps",
             "--no-build-isolation",
             REPOSITORY,
+            env={**os.environ, "SETUPTOOLS_SCM_PRETEND_VERSION": __version__},  # a build writes it into the checkout
         )
         torchrun = layer / "bin" / "torchrun"
         torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
@@ -150,9 +152,9 @@ def _fingerprint(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def _call(*argv: str | Path) -> None:
+def _call(*argv: str | Path, env: dict[str, str] | None = None) -> None:
     done = subprocess.run(
-        [str(part) for part in argv], capture_output=True, text=True, timeout=BUILD_S, check=False, cwd="/"
+        [str(part) for part in argv], capture_output=True, text=True, timeout=BUILD_S, check=False, cwd="/", env=env
     )
     if done.returncode:
         raise LabError(f"{' '.join(map(str, argv))}: {done.stderr.strip()[-2000:]}")

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.save.dcp_writer import StepkeeperWriter
     from stepkeeper_trainer.tiers.tier import Tiers
 
-__version__ = "0.1.0"
+try:
+    from stepkeeper_trainer._version import version as __version__
+except ImportError:  # a source tree that nobody has installed
+    __version__ = "0.0.0+uninstalled"
+
 __all__ = [
     "CheckpointManager",
     "GlobalSampler",

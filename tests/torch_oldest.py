@@ -12,11 +12,10 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = Path(os.environ.get("TORCH_OLDEST", "/var/tmp/stepkeeper-torch-oldest"))  # noqa: S108 - as the others
+ENVIRONMENT = Path(os.environ.get("TORCH_OLDEST", "/var/tmp/stepkeeper-torch-oldest"))
 REQUIREMENTS = ROOT / "tests/requirements-torch-oldest.txt"
 OLDEST = "3.10"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -30,6 +29,7 @@ MODULES = (
     "dcp_storage",
     "exactness",
     "formats",
+    "initial_weights",
     "interface",
     "keeper",
     "load",
@@ -78,6 +78,8 @@ def make() -> Path:
         UnavailableError: with what pip said last.
     """
     base = find_python() or sys.executable
+    import tomllib  # noqa: PLC0415 - the tests on the oldest Python import this module, too
+
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     wanted = [base, REQUIREMENTS.read_text(), *needed]
     ready, python = ENVIRONMENT / ".ready", ENVIRONMENT / "bin/python"

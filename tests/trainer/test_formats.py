@@ -202,16 +202,18 @@ def test_what_was_pruned_takes_no_memory_where_nobody_asks_for_it(tmp_path: Path
                 lines.append(lineage._summed(msgspec.json.encode(mark)[:-1]))
         with (tmp_path / lineage.LINEAGE_NAME).open("ab") as file:
             file.write(b"".join(line + b"\n" for line in lines))
-        tracemalloc.start()
-        found = lineage.read(tmp_path, pruned=False)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peaks = []
+        for _ in range(3):  # threads of tests before may allocate at the same time
+            tracemalloc.start()
+            found = lineage.read(tmp_path, pruned=False)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
         assert found is not None
         assert len(found.commits) < 100
         whole = lineage.read(tmp_path)
         assert whole is not None
         assert found.chain() == [save_id for save_id in whole.chain() if save_id in found.commits]
-        return peak
+        return min(peaks)
 
     short = grow(0, 4000)
     long = grow(4000, 12_000)

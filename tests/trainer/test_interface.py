@@ -23,6 +23,7 @@ from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer import old_parts
 from tests.trainer.ranks import ROOT
 from tests.trainer.scenes import Stage
@@ -261,7 +262,7 @@ def test_without_hooks_weights_may_change_as_soon_as_a_save_has_begun(tmp_path: 
     assert manager._saver.wait(time.time() + 90)
     [step] = list_steps(tmp_path / "run/checkpoints")
     saved = torch.zeros(16384, 16384)
-    dcp.load({"model": {"weight": saved}}, checkpoint_id=step.path, no_dist=True)
+    dcp.load({"model": {"weight": saved}}, checkpoint_id=step.path, **ALONE)
     assert bool((saved == 1.0).all())
 
 
@@ -379,7 +380,7 @@ def test_a_step_of_the_first_release_is_loaded_under_plain_names(tmp_path: Path)
         for name, entry in saved.items()
         if name.startswith(("model.", "optimizer."))
     }
-    dcp.load(expected, checkpoint_id=step, no_dist=True)
+    dcp.load(expected, checkpoint_id=step, **ALONE)
     model = Transformer(ModelSize(layers=2, width=32, heads=2, context=32, dropout=0.1), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {

@@ -43,7 +43,7 @@ def _state(model: worlds.Net, optimizer: torch.optim.Optimizer, *, flat: bool) -
     return {"model": own, "optim": optim}
 
 
-def save(rank: int, directory: Path, *, flat: bool = True, background: str = "", step: int = STEP) -> int:
+def save(rank: int, directory: Path, *, flat: bool = FLATTENS_TIED, background: str = "", step: int = STEP) -> int:
     """Save by plain DCP with our writer."""
     model, optimizer = _built(filled=True)
     state = _state(model, optimizer, flat=flat) | {"own": EXTRA, "each": {f"rank{rank}": torch.full((3,), rank)}}

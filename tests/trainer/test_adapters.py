@@ -400,9 +400,7 @@ def test_a_loop_of_accelerate_saves_only_what_and_where_the_script_would(
         assert loop.accelerator.saves[-1] == expected
 
 
-def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(
-    accelerate: Any, out: Path
-) -> None:
+def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(accelerate: Any, out: Path) -> None:
     loop = Loop(accelerate)
     loop.accelerator.load_state(out / "step_100")
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(state_dict_loader.load).parameters else {}
-"""Has a load or save of DCP ask no other process.  Before torch 2.8 it asks none where there is no process group."""
+"""Has a load or save of DCP ask no other process.  That of torch 2.6 asks none where there is no process group."""
 _CHUNKS_KEPT = 4  # a tensor's item is read at its end first, then from its start
 
 

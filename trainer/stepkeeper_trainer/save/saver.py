@@ -156,9 +156,8 @@ class Saver:
 
     def wish(self, *, held: bool) -> Wish:
         """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
-        busy = (
-            self.busy or self._prepares_long or self.compares
-        )  # asked first: what came of a save is known once it is over
+        # asked first: what came of a save, or of a comparison, is known once it is over
+        busy = self.busy or self._prepares_long or self.compares
         return Wish(
             busy=busy,
             failed_save=self.failed_save,

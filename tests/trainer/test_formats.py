@@ -178,6 +178,19 @@ def test_a_late_commit_takes_back_no_rollback(tmp_path: Path) -> None:
     assert found.rolled_back_at == 2.0
 
 
+def test_a_commit_that_a_rollback_has_left_out_does_not_come_back_late(tmp_path: Path) -> None:
+    """Its line took long: meanwhile a newer attempt went back to the very step that it follows on."""
+    _committed(tmp_path, 100, None, 0)
+    lineage.append(tmp_path, lineage.Rollback(at=2.0, attempt=1, save_id="s100", why="loss"))
+    _committed(tmp_path, 105, 100, 0)
+
+    found = lineage.read(tmp_path)
+    assert found is not None
+    assert (found.head, found.rolled_back_at) == ("s100", 2.0)
+    lineage.append(tmp_path, lineage.Commit(at=3.0, step=103, save_id="s103", parent="s100", directory="step_103"))
+    assert _chain(tmp_path) == ["s103", "s100"], "a second job without a supervisor counts from 0"
+
+
 def test_attempts_that_are_counted_anew_go_on_from_the_head(tmp_path: Path) -> None:
     """Without a supervisor, an attempt is a restart of its job: a second job begins with 0."""
     _committed(tmp_path, 100, None, 2)

@@ -134,26 +134,34 @@ def dropped(training: Training, rank: int) -> None:  # noqa: ARG001
 HOW: dict[str, Callable[[Training, int], None]] = {
     each.__name__: each for each in (filled, swapped, freed, merged, loaded, in_the_depths, dropped)
 }
-CHANGED_AT = 3  # the saves before it have found out what the ranks hold alike
+CHANGED_SINCE = 3  # the saves before have found out what the ranks hold alike
+STEPS_MAX = 50
 
 
 def changed(rank: int, directory: Path, *, how: str) -> int:
-    """Change the state as soon as `step_done` has returned; end once the step is committed."""
+    """Change the state as soon as a `step_done` that has begun a save returns; end once the step is committed."""
     training = Training()
     manager = CheckpointManager(
         training.state, every=1, run_dir=directory, total_steps=100, storage_test="off", save_within_s=100
     )
     manager.resume()
-    while manager.step < CHANGED_AT:
+    while manager.step < STEPS_MAX:
         loss = training.step()
         print(f"[{rank}] done {manager.step + 1} {training.fingerprint()}", flush=True)
         manager.step_done(loss=loss)
-        if manager.step == CHANGED_AT:
+        save = manager._saver.last
+        if save is None or save.summary.step != manager.step:
+            time.sleep(0.05)  # another save is in flight on some rank
+            continue
+        if manager.step >= CHANGED_SINCE:
             HOW[how](training, rank)
         _until_committed(directory, manager.step)
         if dist.is_initialized():
             dist.barrier()
-    return 0
+        if manager.step >= CHANGED_SINCE:
+            print(f"[{rank}] changed {manager.step}", flush=True)
+            return 0
+    return 1
 
 
 def resumed(rank: int, directory: Path) -> int:

@@ -332,6 +332,12 @@ def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> Non
         assert f"rank {rank}: rank 1 did not come to step_done() within 8 s" in ended.said
 
 
+def test_signal_handlers_of_the_script_run_while_a_rank_is_waited_for(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:signalled", tmp_path / "run", ranks=3, group_s=600.0, limit_s=200.0)
+
+    assert ended.codes == [0, 0, 0], ended.said
+
+
 @pytest.mark.parametrize("exits", [10, pytest.param(50, marks=pytest.mark.campaign)])
 def test_a_process_exits_with_the_code_of_finish_each_time(stage: Stage, tmp_path: Path, exits: int) -> None:
     """Through the end of the interpreter, after collectives over gloo: a thread of torch's that is left would abort."""

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -78,8 +78,15 @@ coverage-core: setup  ## every branch of the rules is played by a scenario or a 
 test-slurm-newest: setup  ## the Slurm client and a preemption on the newest Slurm; skipped loudly where it cannot be built
 	$(AS_ROOT) $(V)/python -m tests.lab.newest_or_skip $(V)/python -m pytest -m newest $(PYTEST)
 
+# an environment of its own, outside of the checkout: 3 GB of packages where the index has no CPU build
+TORCH_OLDEST ?= /var/tmp/stepkeeper-torch-oldest
+TORCH_OLDEST_WITHIN_S ?= 900
+OLDEST = TORCH_OLDEST=$(TORCH_OLDEST) TORCH_OLDEST_WITHIN_S=$(TORCH_OLDEST_WITHIN_S) $(V)/python -m tests.torch_oldest
+torch-oldest: setup  ## make that environment, where that has not been done
+	$(OLDEST) --only-make
+
 test-torch-oldest: setup  ## the trainer library on the oldest torch and Python it supports; skipped loudly where they cannot be had
-	$(V)/python -m tests.torch_oldest $(ONE) -n $(AT_ONCE)
+	$(OLDEST) $(ONE) -n $(AT_ONCE)
 
 # environments of their own, kept outside of the checkout: FRAMEWORKS_CACHE says where
 test-frameworks: compiled  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
@@ -152,4 +159,4 @@ lint: setup  ## style, types, and the import contracts
 	$(LINT)
 
 clean:  ## remove what `setup` made
-	rm -rf .venv .venv-oldest build/site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build/site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """`python -m tests.torch_oldest OPTIONS...`: play the trainer library's tests on the oldest Python and torch.
 
-They have an environment of their own, `.venv-oldest`.  Where it cannot be made, say so loudly, and end with 0.
+They have an environment of their own outside of the checkout, which lasts: `TORCH_OLDEST` says where.  Where it cannot
+be made in `TORCH_OLDEST_WITHIN_S` seconds, say so loudly, and end with 0.  `--only-make` makes it and plays nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = ROOT / ".venv-oldest"
+ENVIRONMENT = Path(os.environ.get("TORCH_OLDEST", "/var/tmp/stepkeeper-torch-oldest"))
 REQUIREMENTS = ROOT / "tests/requirements-torch-oldest.txt"
 OLDEST = "3.10"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 """Where a torch without CUDA is to be had; the package index has one with CUDA, of 3 GB, which needs no GPU either."""
-WITHIN_S = 600.0  # of a download: who cannot have it in this time goes on without
+MAKE_WITHIN_S = float(os.environ.get("TORCH_OLDEST_WITHIN_S", "900"))
+START_WITHIN_S = 120.0
 MODULES = (
     "against_stock",
     "any_state",
@@ -26,6 +29,7 @@ MODULES = (
     "dcp_storage",
     "exactness",
     "formats",
+    "initial_weights",
     "interface",
     "keeper",
     "load",
@@ -56,14 +60,17 @@ def main(options: list[str]) -> None:
         python = make()
     except UnavailableError as error:
         sys.stderr.write(
-            f"{line}\nSKIPPED: NOTHING WAS TESTED ON THE OLDEST TORCH, which cannot be had:\n{error}\n{line}\n"
+            f"{line}\nSKIPPED: NOTHING IS TESTED ON THE OLDEST TORCH, which cannot be had here:\n{error}\n{line}\n"
         )
         return
     versions = "import platform, torch; print('Python', platform.python_version(), 'with torch', torch.__version__)"
-    subprocess.run([python, "-c", versions], check=True, timeout=WITHIN_S)
+    if options == ["--only-make"]:
+        return
+    subprocess.run([python, "-c", versions], check=True, timeout=START_WITHIN_S)
     tests = [str(ROOT / f"tests/trainer/test_{name}.py") for name in MODULES]
     command = [str(python), "-m", "pytest", "-m", "not campaign", "--dist", "loadscope", *options, *tests]
-    os.execv(python, command)  # noqa: S606 - our own environment
+    path = os.pathsep.join(str(ROOT / each) for each in ("trainer", "supervisor", "."))
+    os.execve(python, command, os.environ | {"PYTHONPATH": path})  # noqa: S606 - our own environment
 
 
 def make() -> Path:
@@ -73,20 +80,24 @@ def make() -> Path:
         UnavailableError: with what pip said last.
     """
     base = find_python() or sys.executable
-    wanted = [base, REQUIREMENTS.read_text(), (ROOT / "pyproject.toml").read_text()]
+    import tomllib  # noqa: PLC0415 - the tests on the oldest Python import this module, too
+
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = [base, REQUIREMENTS.read_text(), *needed]
     ready, python = ENVIRONMENT / ".ready", ENVIRONMENT / "bin/python"
     digest = hashlib.sha256("\0".join(wanted).encode()).hexdigest()
     if ready.exists() and ready.read_text() == digest:
         return python
+    until = time.monotonic() + MAKE_WITHIN_S
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    _call(base, "-m", "venv", ENVIRONMENT)
+    _call(until, base, "-m", "venv", ENVIRONMENT)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     [torch] = [line for line in wanted[1].splitlines() if line.startswith("torch==")]
     try:
-        _call(*pip, "--retries", "0", "--index-url", CPU_BUILDS, torch)
+        _call(until, *pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_BUILDS, torch)
     except UnavailableError:
         sys.stderr.write(f"{CPU_BUILDS} has no {torch} for this machine: the build with CUDA is taken, 3 GB\n")
-    _call(*pip, "--requirement", REQUIREMENTS, "--editable", ROOT)
+    _call(until, *pip, "--requirement", REQUIREMENTS, *needed)
     ready.write_text(digest)
     return python
 
@@ -103,9 +114,11 @@ def find_python() -> str | None:
     return None
 
 
-def _call(*command: str | Path) -> None:
+def _call(until: float, *command: str | Path) -> None:
+    """Run a command, which is killed when `until` (monotonic) has come."""
+    within_s = max(0.0, until - time.monotonic())
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"{command[0]}: {error}") from error
     if done.returncode:

@@ -6,6 +6,7 @@ that has torch already.  Each prints a fingerprint of all that it has, after eac
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -153,7 +154,7 @@ def _train(each: Play, rank: int, scratch: Path) -> int:
         total_steps=each.steps,
         storage_test="off",
         resume_from="latest" if each.resume else None,
-        save_within_s=30,
+        save_within_s=100,
     )
     manager.resume()
     with (scratch / f"prints-{rank}").open("w") as prints:
@@ -495,6 +496,28 @@ def loader_of_each_rank(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         return fit()
 
     return Scene(state={"model": model, "optimizer": optimizer, "loader": position}, step=step)
+
+
+@scene
+def experts_that_are_compared_slowly(rank: int, world_size: int) -> Scene:
+    """Several steps end while the ranks find out which of them hold different values."""
+    from stepkeeper_trainer.save.planner import Planner  # noqa: PLC0415
+
+    plan = Planner._plan_together
+
+    def plan_slowly(self: Any, tensors: Any, contents: Any) -> Any:
+        time.sleep(1.0 if contents else 0.0)
+        return plan(self, tensors, contents)
+
+    Planner._plan_together = plan_slowly  # type: ignore[method-assign]
+    made = local_experts(rank, world_size)
+    step = made.step
+
+    def step_slowly() -> float:
+        time.sleep(0.3)
+        return step()
+
+    return dataclasses.replace(made, step=step_slowly)
 
 
 @scene

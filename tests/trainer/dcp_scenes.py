@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import warnings
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -20,6 +20,8 @@ from stepkeeper_trainer.load.reader import root_cause
 from tests.trainer import worlds
 
 STEP = 7
+FLATTENS_TIED = "no_dist" in inspect.signature(dcp.load).parameters
+"""Whether `set_state_dict` loads what `get_state_dict` has flattened of tied parameters: torch 2.6 cannot."""
 EXTRA = {"epoch": 3, "names": ["a", "b"], "rate": 0.25}
 
 
@@ -41,19 +43,24 @@ def _state(model: worlds.Net, optimizer: torch.optim.Optimizer, *, flat: bool) -
     return {"model": own, "optim": optim}
 
 
-def save(rank: int, directory: Path, *, flat: bool = True, background: str = "", step: int = STEP) -> int:
+def save(rank: int, directory: Path, *, flat: bool = FLATTENS_TIED, background: str = "", step: int = STEP) -> int:
     """Save by plain DCP with our writer."""
     model, optimizer = _built(filled=True)
     state = _state(model, optimizer, flat=flat) | {"own": EXTRA, "each": {f"rank{rank}": torch.full((3,), rank)}}
     writer = StepkeeperWriter(directory, step=step, loss=1.5)
     if background:
-        kind = state_dict_saver.AsyncCheckpointerType(background)
         group = dist.new_group(backend="gloo")
-        future = dcp.async_save(state, storage_writer=writer, process_group=group, async_checkpointer_type=kind)
+        future = dcp.async_save(state, storage_writer=writer, process_group=group, **_kind(background))
         future.result(timeout=60)  # type: ignore[union-attr]
     else:
         dcp.save(state, storage_writer=writer)
     return 0
+
+
+def _kind(background: str) -> dict[str, Any]:
+    """An older torch knows threads only."""
+    kinds = getattr(torch.distributed.checkpoint.state_dict_saver, "AsyncCheckpointerType", None)
+    return {} if kinds is None else {"async_checkpointer_type": kinds(background)}
 
 
 def fsdp1(rank: int, directory: Path) -> int:
@@ -96,7 +103,7 @@ def fsdp1(rank: int, directory: Path) -> int:
     return 0
 
 
-def load(rank: int, directory: Path, *, flat: bool = True, reader: str = "ours", manager: bool = False) -> int:
+def load(rank: int, directory: Path, *, flat: bool = FLATTENS_TIED, reader: str = "ours", manager: bool = False) -> int:
     """Load by plain DCP: what a writer or a manager has saved, with our reader or with stock's."""
     model, optimizer = _built(filled=False)
     optimizer.param_groups[0]["lr"] = 123.0

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from stepkeeper_trainer import CheckpointManager, StepkeeperWriter
 from stepkeeper_trainer.errors import StepkeeperError
+from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer import worlds
 
 PLACES = {"plain": "plain", "safetensors": "model.safetensors", "writer": "first/checkpoints/step_00000001"}
@@ -24,9 +25,9 @@ def save(rank: int, directory: Path, *, kind: str) -> int:  # noqa: ARG001
     worlds.fill(model, optimizer)
     state = model.state_dict()
     if kind == "plain":
-        dcp.save({"model": state}, checkpoint_id=directory / "plain", no_dist=True)
+        dcp.save({"model": state}, checkpoint_id=directory / "plain", **ALONE)
     elif kind == "writer":
-        dcp.save({"model": state}, storage_writer=StepkeeperWriter(directory / "first", step=1), no_dist=True)
+        dcp.save({"model": state}, storage_writer=StepkeeperWriter(directory / "first", step=1), **ALONE)
     else:
         safetensors.torch.save_model(model, str(directory / PLACES[kind]))
     return 0

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,32 @@ def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
         print(f"rank {rank}: {error}", flush=True)
         return error.exit_code
     return 0
+
+
+def signalled(rank: int, directory: Path) -> int:
+    """Rank 0 hangs before its second step until the script's own signal handler has ended the wait of the others."""
+    _, _, manager = _manager(directory)
+    manager.step_done()
+    ended = [directory / f"ended-{other}" for other in range(1, dist.get_world_size())]
+    if rank == 0:
+        limit_at = time.monotonic() + 100
+        while not all(path.exists() for path in ended):
+            if time.monotonic() > limit_at:
+                return 1
+            time.sleep(0.1)
+        return 0
+
+    def leave(number: int, _frame: object) -> None:
+        raise InterruptedError(number)
+
+    signal.signal(signal.SIGUSR1, leave)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        while True:
+            manager.step_done()
+    except InterruptedError:
+        ended[rank - 1].touch()
+        return 0
 
 
 def stopped(rank: int, directory: Path) -> None:

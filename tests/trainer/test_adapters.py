@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import string
 import sys
+import tempfile
+import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -231,6 +236,7 @@ class FakeAccelerator:
     def __init__(self, *, automatic: bool = False) -> None:
         self.project_configuration = SimpleNamespace(automatic_checkpoint_naming=automatic)
         self.saves: list[str] = []
+        self._optimizers: list[FakeOptimizer] = []
 
     def backward(self, loss: object) -> None:
         pass
@@ -270,8 +276,25 @@ class Loop:
         module.accelerate.data_loader = SimpleNamespace(**loaders)
         module.install(SimpleNamespace(Accelerator=accelerator_class, AcceleratedOptimizer=optimizer_class))
         self.accelerator, self.accumulated = accelerator_class(automatic=automatic), accumulated
-        self.optimizers = [optimizer_class()]
+        self.optimizer_class = optimizer_class
+        self.optimizers: list[FakeOptimizer] = []
+        self.prepare()
         self.steps = 0
+
+    def prepare(self) -> FakeOptimizer:
+        """Make one more optimizer, and have Accelerate prepare it."""
+        optimizer = self.optimizer_class()
+        self.optimizers.append(optimizer)
+        self.accelerator._optimizers.append(optimizer)
+        return optimizer
+
+    def replace_optimizer(self) -> FakeOptimizer:
+        """Have Accelerate release all that it has prepared, as `free_memory` does; return the optimizer of before."""
+        [before] = self.optimizers
+        self.optimizers.clear()
+        self.accelerator._optimizers = []
+        self.prepare()
+        return before
 
     def train(self, steps: int, behind: Callable[[int], None] = lambda _: None) -> None:
         done = 0
@@ -286,6 +309,16 @@ class Loop:
             done += 1
             self.steps += 1
             behind(self.steps)
+
+
+@pytest.fixture
+def out() -> Iterator[Path]:
+    """Return a directory to save to: no number of its path is that of a step, as in `tmp_path` of some sessions."""
+    letters = uuid.uuid4().hex.translate(str.maketrans(string.digits, "ghijklmnop"))
+    directory = Path(tempfile.gettempdir(), letters)
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture
@@ -350,12 +383,12 @@ def never(_loop: Loop, _out: Path, _step: int) -> None:
     ],
 )
 def test_a_loop_of_accelerate_saves_only_what_and_where_the_script_would(
-    accumulated: int, save: Save, expected: str | None, accelerate: Any, tmp_path: Path
+    accumulated: int, save: Save, expected: str | None, accelerate: Any, out: Path
 ) -> None:
     loop = Loop(accelerate, accumulated=accumulated, automatic=save is automatically)
 
     def behind(step: int) -> None:
-        save(loop, tmp_path, step)
+        save(loop, out, step)
         accelerate.ask(step == 8)
 
     with pytest.raises(SystemExit) as left:
@@ -367,15 +400,13 @@ def test_a_loop_of_accelerate_saves_only_what_and_where_the_script_would(
         assert loop.accelerator.saves[-1] == expected
 
 
-def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(
-    accelerate: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(accelerate: Any, out: Path) -> None:
     loop = Loop(accelerate)
-    loop.accelerator.load_state(tmp_path / "step_100")
+    loop.accelerator.load_state(out / "step_100")
 
     def behind(step: int) -> None:
         if step == 3:
-            loop.accelerator.save_state(tmp_path / f"step_{100 + step}")
+            loop.accelerator.save_state(out / f"step_{100 + step}")
         accelerate.ask(step == 5)
 
     with pytest.raises(SystemExit):
@@ -384,19 +415,87 @@ def test_a_resumed_loop_of_accelerate_goes_on_counting_where_its_checkpoint_was(
     assert loop.accelerator.saves == ["step_103", "step_105"]
 
 
-def test_steps_of_several_optimizers_are_one_step_once_each_has_done_it(accelerate: Any, tmp_path: Path) -> None:
+def test_steps_of_several_optimizers_are_one_step_once_each_has_done_it(accelerate: Any, out: Path) -> None:
     loop = Loop(accelerate)
-    loop.optimizers.append(type(loop.optimizers[0])())
+    loop.prepare()
 
     def behind(step: int) -> None:
         if step == 3:
-            loop.accelerator.save_state(tmp_path / f"step_{step}")
+            loop.accelerator.save_state(out / f"step_{step}")
         accelerate.ask(step == 5)
 
     with pytest.raises(SystemExit):
         loop.train(20, behind)
 
     assert loop.accelerator.saves == ["step_3", "step_5"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_optimizer_that_was_replaced_is_waited_for_no_more(kept: bool, accelerate: Any, out: Path) -> None:  # noqa: FBT001
+    """The script may keep it, as for its weights; the new one may have its address."""
+    loop = Loop(accelerate)
+    before: list[FakeOptimizer] = []
+
+    def behind(step: int) -> None:
+        if step in (3, 6):
+            replaced = loop.replace_optimizer()
+            before.extend([replaced] if kept else [])
+        if step % 4 == 0:
+            loop.accelerator.save_state(out / f"step_{step}")
+        accelerate.ask(step == 10)
+
+    with pytest.raises(SystemExit) as left:
+        loop.train(20, behind)
+
+    assert left.value.code == 75
+    assert loop.accelerator.saves == ["step_4", "step_8", "step_10"]
+
+
+def test_an_optimizer_that_takes_part_from_some_step_on_is_waited_for(accelerate: Any, out: Path) -> None:
+    loop = Loop(accelerate)
+
+    def behind(step: int) -> None:
+        if step == 2:
+            loop.prepare()
+        if step == 4:
+            loop.accelerator.save_state(out / f"step_{step}")
+        accelerate.ask(step == 7)
+
+    with pytest.raises(SystemExit) as left:
+        loop.train(20, behind)
+
+    assert left.value.code == 75
+    assert loop.accelerator.saves == ["step_4", "step_7"]
+
+
+def test_an_optimizer_lives_no_longer_than_the_script_wants(accelerate: Any) -> None:
+    loop = Loop(accelerate)
+    loop.train(3)
+
+    replaced = weakref.ref(loop.replace_optimizer())
+
+    assert replaced() is None
+
+
+@pytest.mark.parametrize(
+    ("directories", "code"),
+    [({3: "of 3", 6: "of 3"}, 75), ({3: "of 3", 6: "of 6"}, 1), ({3: "of 3", 6: "elsewhere"}, 1), ({3: "of 3"}, 1)],
+)
+def test_a_number_of_the_directory_is_none_of_a_step_where_it_stays(
+    directories: dict[int, str], code: int, accelerate: Any, out: Path
+) -> None:
+    loop = Loop(accelerate)
+
+    def behind(step: int) -> None:
+        if step in directories:
+            loop.accelerator.save_state(out / directories[step] / f"step_{step}")
+        accelerate.ask(step == 8)
+
+    with pytest.raises(SystemExit) as left:
+        loop.train(20, behind)
+
+    assert left.value.code == code
+    assert loop.accelerator.saves == [f"step_{step}" for step in directories] + ["step_8"] * (code == 75)
 
 
 def test_a_loop_of_accelerate_without_a_prepared_loader_is_left_alone(attachment: Attachment, accelerate: Any) -> None:

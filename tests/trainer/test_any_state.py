@@ -85,6 +85,17 @@ def test_a_save_that_finds_unequal_values_is_taken_again_and_is_no_failure(playe
     assert "save_failed" not in first.said
 
 
+def test_no_save_begins_while_ranks_find_out_what_differs(tmp_path: Path) -> None:
+    """It would find the same names once more."""
+    play_ = Play(scene="experts_that_are_compared_slowly", run_dir=str(tmp_path / "run"), steps=10, world_size=2)
+
+    [ended] = play([play_])
+
+    assert ended.codes == [0, 0], ended.said
+    assert len(re.findall(r"save_taken_again .*expert\.0\.weight", ended.said)) == 1, ended.said
+    assert "save_failed" not in ended.said
+
+
 def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(tmp_path: Path) -> None:
     """Of three ranks: where two agree, the third one is named."""
     [first] = play([Play(scene="a_replica_that_drifts", run_dir=str(tmp_path / "run"), steps=STOP, world_size=3)])

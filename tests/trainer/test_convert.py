@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from stepkeeper.cli import checkpoints_convert
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
+from stepkeeper_trainer.load.reader import ALONE
 from stepkeeper_trainer.store import conversion, llama_names
 from tests.trainer.test_export import made_step, same
 
@@ -81,7 +82,7 @@ def llama(style: str) -> dict[str, torch.Tensor]:
 
 
 def written(directory: Path, state: dict[str, object]) -> Path:
-    save(state, checkpoint_id=directory, no_dist=True)
+    save(state, checkpoint_id=directory, **ALONE)
     return directory
 
 
@@ -92,7 +93,7 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
     }
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    dcp.load(state, checkpoint_id=directory, **ALONE)
     return state
 
 

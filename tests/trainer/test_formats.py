@@ -178,6 +178,19 @@ def test_a_late_commit_takes_back_no_rollback(tmp_path: Path) -> None:
     assert found.rolled_back_at == 2.0
 
 
+def test_a_commit_that_a_rollback_has_left_out_does_not_come_back_late(tmp_path: Path) -> None:
+    """Its line took long: meanwhile a newer attempt went back to the very step that it follows on."""
+    _committed(tmp_path, 100, None, 0)
+    lineage.append(tmp_path, lineage.Rollback(at=2.0, attempt=1, save_id="s100", why="loss"))
+    _committed(tmp_path, 105, 100, 0)
+
+    found = lineage.read(tmp_path)
+    assert found is not None
+    assert (found.head, found.rolled_back_at) == ("s100", 2.0)
+    lineage.append(tmp_path, lineage.Commit(at=3.0, step=103, save_id="s103", parent="s100", directory="step_103"))
+    assert _chain(tmp_path) == ["s103", "s100"], "a second job without a supervisor counts from 0"
+
+
 def test_attempts_that_are_counted_anew_go_on_from_the_head(tmp_path: Path) -> None:
     """Without a supervisor, an attempt is a restart of its job: a second job begins with 0."""
     _committed(tmp_path, 100, None, 2)
@@ -202,16 +215,18 @@ def test_what_was_pruned_takes_no_memory_where_nobody_asks_for_it(tmp_path: Path
                 lines.append(lineage._summed(msgspec.json.encode(mark)[:-1]))
         with (tmp_path / lineage.LINEAGE_NAME).open("ab") as file:
             file.write(b"".join(line + b"\n" for line in lines))
-        tracemalloc.start()
-        found = lineage.read(tmp_path, pruned=False)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peaks = []
+        for _ in range(3):  # threads of tests before may allocate at the same time
+            tracemalloc.start()
+            found = lineage.read(tmp_path, pruned=False)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
         assert found is not None
         assert len(found.commits) < 100
         whole = lineage.read(tmp_path)
         assert whole is not None
         assert found.chain() == [save_id for save_id in whole.chain() if save_id in found.commits]
-        return peak
+        return min(peaks)
 
     short = grow(0, 4000)
     long = grow(4000, 12_000)

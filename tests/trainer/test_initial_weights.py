@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from stepkeeper_trainer import CheckpointManager, StepkeeperWriter
 from stepkeeper_trainer.errors import DamagedError, ResumeError
+from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer.scenes import Stage
 from tests.trainer.test_keeper import Loop, save_at
 
@@ -85,7 +86,7 @@ def torchtitan(directory: Path, model: Net) -> Path:
     optimizer.step()
     weights, optim = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     others = {"optimizer": optim, "train_state": {"step": torch.tensor(30)}, "lr_scheduler": {"last_epoch": 30}}
-    dcp.save(weights | others, checkpoint_id=directory / "step-30", no_dist=True)
+    dcp.save(weights | others, checkpoint_id=directory / "step-30", **ALONE)
     return directory / "step-30"
 
 
@@ -93,7 +94,7 @@ def torchtitan(directory: Path, model: Net) -> Path:
 def test_a_directory_of_plain_dcp_begins_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
     model = Net(1)
     state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
-    dcp.save(state | {"epoch": 3}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(state | {"epoch": 3}, checkpoint_id=tmp_path / "plain", **ALONE)
 
     run = Run(tmp_path / "run", tmp_path / "plain")
 
@@ -126,7 +127,7 @@ def test_the_optimizers_state_comes_along_where_it_is_asked_for(tmp_path: Path) 
         assert torch.equal(state["exp_avg"], torch.full_like(parameter, 0.1))
     assert run.optimizer.param_groups[0]["lr"] == 0.1, "options are the script's"
     run.steps(1)
-    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", **ALONE)
     with pytest.raises(ResumeError, match="states of optimizer nowhere"):
         Run(tmp_path / "other", tmp_path / "plain", with_optimizer=True).begun()
     safetensors.torch.save_file(Net(1).state_dict(), tmp_path / "one.safetensors")
@@ -141,7 +142,7 @@ def test_a_parameter_without_a_state_is_refused_or_listed(tmp_path: Path, caplog
             "output.weight": {"exp_avg": torch.ones(6, 4), "exp_avg_sq": torch.ones(6, 4), "step": torch.ones(())}
         }
     }
-    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "plain", **ALONE)
 
     with pytest.raises(ResumeError, match=r"lacks optimizer\.state\.tok_embeddings\.weight"):
         Run(tmp_path / "run", tmp_path / "plain", with_optimizer=True).begun()
@@ -174,7 +175,7 @@ def test_what_a_stepkeeper_writer_saved_begins_a_run_and_is_verified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net(1)
-    dcp.save({"model": model.state_dict()}, storage_writer=StepkeeperWriter(tmp_path / "a", step=4), no_dist=True)
+    dcp.save({"model": model.state_dict()}, storage_writer=StepkeeperWriter(tmp_path / "a", step=4), **ALONE)
     step = tmp_path / "a/checkpoints/step_00000004"
 
     run = Run(tmp_path / "run", step)
@@ -196,7 +197,7 @@ def test_missing_and_unexpected_names_are_refused_or_listed(tmp_path: Path, capl
     model = Net(1)
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     del state["model.layers.1.bias"]
-    dcp.save(state | {"model.old.weight": torch.ones(2)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(state | {"model.old.weight": torch.ones(2)}, checkpoint_id=tmp_path / "plain", **ALONE)
 
     with pytest.raises(ResumeError, match=r"lacks model\.extra\.bias, .*model lacks model\.old\.weight"):
         Run(tmp_path / "run", tmp_path / "plain", extra=True).begun()
@@ -212,10 +213,10 @@ def test_missing_and_unexpected_names_are_refused_or_listed(tmp_path: Path, capl
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_weights_of_another_model_are_refused(tmp_path: Path, *, strict: bool) -> None:
-    dcp.save({"model.output.weight": torch.ones(9, 9)}, checkpoint_id=tmp_path / "shape", no_dist=True)
-    dcp.save({"nothing": torch.ones(9, 9)}, checkpoint_id=tmp_path / "names", no_dist=True)
+    dcp.save({"model.output.weight": torch.ones(9, 9)}, checkpoint_id=tmp_path / "shape", **ALONE)
+    dcp.save({"nothing": torch.ones(9, 9)}, checkpoint_id=tmp_path / "names", **ALONE)
     two = {f"{place}.{name}": value for place in ("ema", "live") for name, value in Net(1).state_dict().items()}
-    dcp.save(two, checkpoint_id=tmp_path / "two", no_dist=True)
+    dcp.save(two, checkpoint_id=tmp_path / "two", **ALONE)
 
     for name, said in (
         ("shape", r"model\.output\.weight has shape \[9, 9\], the model's \[6, 4\]"),
@@ -233,7 +234,7 @@ def test_a_torn_checkpoint_and_one_that_names_code_are_refused(tmp_path: Path) -
             return os.system, (f"touch {tmp_path / 'run-by-a-load'}",)
 
     state = {f"model.{name}": value for name, value in Net(1).state_dict().items()}
-    dcp.save(state | {"bad": Payload()}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(state | {"bad": Payload()}, checkpoint_id=tmp_path / "plain", **ALONE)
     assert Run(tmp_path / "run", tmp_path / "plain").begun() == 0  # what is no tensor is not touched
     [file] = (tmp_path / "plain").glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
@@ -259,7 +260,7 @@ def test_a_step_of_ours_without_its_manifest_is_never_initial_weights(tmp_path: 
 
 
 def test_a_step_of_the_run_counts_before_initial_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", **ALONE)
     run = Run(tmp_path / "run", tmp_path / "plain")
     assert run.begun() == 0
     run.steps(3)
@@ -301,7 +302,7 @@ def test_latest_falls_back_on_what_the_script_begins_with(tmp_path: Path, monkey
 
 
 def test_a_supervisor_that_goes_back_to_the_start_has_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(Net(1).state_dict(), checkpoint_id=tmp_path / "plain", **ALONE)
     run = Run(tmp_path / "run", tmp_path / "plain")
     assert run.begun() == 0
     run.steps(3)

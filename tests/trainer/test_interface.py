@@ -23,6 +23,7 @@ from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer import old_parts
 from tests.trainer.ranks import ROOT
 from tests.trainer.scenes import Stage
@@ -261,7 +262,7 @@ def test_without_hooks_weights_may_change_as_soon_as_a_save_has_begun(tmp_path: 
     assert manager._saver.wait(time.time() + 90)
     [step] = list_steps(tmp_path / "run/checkpoints")
     saved = torch.zeros(16384, 16384)
-    dcp.load({"model": {"weight": saved}}, checkpoint_id=step.path, no_dist=True)
+    dcp.load({"model": {"weight": saved}}, checkpoint_id=step.path, **ALONE)
     assert bool((saved == 1.0).all())
 
 
@@ -331,6 +332,12 @@ def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> Non
         assert f"rank {rank}: rank 1 did not come to step_done() within 8 s" in ended.said
 
 
+def test_signal_handlers_of_the_script_run_while_a_rank_is_waited_for(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:signalled", tmp_path / "run", ranks=3, group_s=600.0, limit_s=200.0)
+
+    assert ended.codes == [0, 0, 0], ended.said
+
+
 @pytest.mark.parametrize("exits", [10, pytest.param(50, marks=pytest.mark.campaign)])
 def test_a_process_exits_with_the_code_of_finish_each_time(stage: Stage, tmp_path: Path, exits: int) -> None:
     """Through the end of the interpreter, after collectives over gloo: a thread of torch's that is left would abort."""
@@ -355,7 +362,10 @@ def test_a_step_with_keys_of_the_old_interface_is_loaded_under_plain_names(stage
     for rank in (0, 1):
         expected = json.loads((old_parts.FIXTURE / f"expected-{rank}.json").read_text())
         (found,) = re.findall(rf"^resumed on {rank}: (.*)$", ended.said, re.MULTILINE)
-        assert json.loads(found) == expected
+        if not ALONE:
+            del expected["scheduler"]  # those of an older torch have other keys
+        assert expected.items() <= json.loads(found).items()
+        assert json.loads(found).keys() - expected.keys() <= {"scheduler"}
         (saved,) = re.findall(rf"^saved on {rank}: (.*)$", ended.said, re.MULTILINE)
         (again,) = re.findall(rf"^again on {rank}: (.*)$", ended.said, re.MULTILINE)
         assert again == saved, "the next step has the new keys"
@@ -379,7 +389,7 @@ def test_a_step_of_the_first_release_is_loaded_under_plain_names(tmp_path: Path)
         for name, entry in saved.items()
         if name.startswith(("model.", "optimizer."))
     }
-    dcp.load(expected, checkpoint_id=step, no_dist=True)
+    dcp.load(expected, checkpoint_id=step, **ALONE)
     model = Transformer(ModelSize(layers=2, width=32, heads=2, context=32, dropout=0.1), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     state: dict[str, Any] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer.formats.steps import list_steps, verify
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.scenes import Ended, Stage
 
 SCENE = "tests.trainer.notice_scenes:interrupted"
@@ -38,6 +39,7 @@ def check_resume(stage: Stage, run: Path, ended: Ended, *, ranks: int) -> None:
         assert own == then[rank, step], f"rank {rank} has another state than after step {step}"
 
 
+@needs_fsdp
 @pytest.mark.parametrize("where", ["evaluation", "loader", "compilation", "averaged"])
 def test_the_last_step_is_saved_while_the_main_threads_are_elsewhere(stage: Stage, tmp_path: Path, where: str) -> None:
     ended = stage.play(SCENE, tmp_path / "run", ranks=2, where=where)
@@ -48,6 +50,7 @@ def test_the_last_step_is_saved_while_the_main_threads_are_elsewhere(stage: Stag
     check_resume(stage, tmp_path / "run", ended, ranks=2)
 
 
+@needs_fsdp
 def test_a_state_that_the_next_step_has_begun_to_change_waits_for_its_end(stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(SCENE, tmp_path / "run", ranks=2, where="normalised")
 
@@ -65,7 +68,7 @@ def test_where_no_step_is_done_there_is_nothing_to_save(stage: Stage, tmp_path: 
     assert not list_steps(tmp_path / "run/checkpoints")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_fsdp)])
 def test_threads_that_try_while_steps_end_leave_one_whole_answer(stage: Stage, tmp_path: Path, ranks: int) -> None:
     ended = stage.play(SCENE, tmp_path / "run", ranks=ranks, where="racing")
 

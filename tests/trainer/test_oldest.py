@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper_trainer.integrations import hook
 from tests import torch_oldest
 from tests.torch_oldest import ROOT
 
 OLDEST = (3, 10)
+NOT_IMPORTED = {f"stepkeeper_trainer.integrations.{name}" for name in (*hook.NAMES, "site.sitecustomize")}
+"""These import their frameworks, or take the place of another module."""
 _POSSESSIVE = re.compile(r"\(\?>|[)\]}*+?][*+?]\+")
 SHARED = [ROOT / "supervisor/stepkeeper" / name for name in ("__init__.py", "__main__.py", "entry.py", "isolation.py")]
 """What the command reads before it says that this Python is too old."""
@@ -80,8 +83,19 @@ def test_every_module_can_be_imported() -> None:
         ".".join(path.relative_to(ROOT / "trainer").with_suffix("").parts).removesuffix(".__init__")
         for path in sorted((ROOT / "trainer").rglob("*.py"))
     ]
-    frameworks = {f"stepkeeper_trainer.integrations.{each}" for each in ("deepspeed", "huggingface", "lightning")}
-    names = [name for name in names if name not in frameworks]  # these import what is not installed here
+    names = [name for name in names if name not in NOT_IMPORTED]
     code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the tests on the oldest Python are started by a newer one")
+def test_an_environment_that_cannot_be_made_in_time_is_a_loud_skip(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCH_OLDEST": str(tmp_path / "environment"), "TORCH_OLDEST_WITHIN_S": "0"}
+    command = [sys.executable, "-m", "tests.torch_oldest", "--only-make"]
+
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "SKIPPED: NOTHING IS TESTED ON THE OLDEST TORCH" in done.stderr
+    assert not (tmp_path / "environment/.ready").exists()

@@ -149,6 +149,8 @@ class Boundary:
         saver, last = self._saver, call is Call.FINISH
         agreement, collect = agreement or self.agreement, collect or self._state.collect
         saver.wait(limit_at)
+        if saver.compares:
+            saver.wait_prepared(limit_at)  # what it finds out is in force before this save
         left_s = max(0.0, limit_at - time.time())
         # a new group is made by main threads only
         unable = saver.busy or (last and not left_s) or (call is Call.NOTICE and saver.broken)
@@ -221,7 +223,9 @@ class Boundary:
 
     def _say_busy(self) -> None:
         if self._waits_said != self._saver.sequence:
-            why = "another is in flight" if self._saver.sequence else "the memory for it is being made"
+            saver = self._saver
+            prepares = "the ranks compare their values" if saver.compares else "the memory for it is being made"
+            why = "another is in flight" if saver.busy or (saver.sequence and not saver.compares) else prepares
             say("save_waits", step=self._state.counters.step, why=why)
         self._waits_said = self._saver.sequence
 

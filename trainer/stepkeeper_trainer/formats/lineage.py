@@ -181,7 +181,7 @@ class _Told:
         match record:
             case Commit():
                 self._commits[record.save_id] = record
-                if record.attempt >= self._attempt or record.parent == self._head:
+                if record.attempt >= self._attempt or (record.parent == self._head and not self._is_late(record)):
                     self._head, self._rolled_back_at = record.save_id, None
             case Rollback():
                 self._head, self._rolled_back_at = record.save_id, record.at
@@ -191,6 +191,10 @@ class _Told:
                 self._marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
                 return
         self._tells_steps, self._attempt = True, max(self._attempt, record.attempt)
+
+    def _is_late(self, commit: Commit) -> bool:
+        """Whether an earlier attempt made this commit before the rollback, and its line came after that."""
+        return self._rolled_back_at is not None and commit.at < self._rolled_back_at
 
     def forget_pruned(self) -> None:
         """Leave out what was removed; the steps that came after it follow on those before it."""

@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import threading
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,12 @@ class Loop:
 
     attachment: Attachment | None = None
     thread: int = 0  # that trains
-    steps: dict[int, int] = field(default_factory=dict)  # of each optimizer, since the script loaded a checkpoint
-    backwards: int = 0  # since then
+    steps: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    """Of each optimizer, since the last boundary."""
+    ahead: int = 0  # the most steps of one optimizer, since the last boundary
+    done: int = 0  # steps until the last boundary, since the script loaded a checkpoint
+    accelerators: set[Any] = field(default_factory=set)  # whose `backward` was called since the last boundary
+    backwards: int = 0  # since the script loaded a checkpoint
     loaded: int = 0  # number of that checkpoint
     pending: int = 0  # optimizer steps since the last boundary
     saves: Saves = field(default_factory=Saves)
@@ -70,13 +75,31 @@ class Loop:
     @property
     def number(self) -> int:
         """Return the step at hand, as the script counts."""
-        counted = self.backwards if self.saves.by_backward else max(self.steps.values(), default=0)
+        counted = self.backwards if self.saves.by_backward else self.steps_done
         return (self.loaded if self.saves.unable == _NOT_YET else self.saves.base) + counted
 
     @property
+    def steps_done(self) -> int:
+        """Return how many steps were done since the script loaded a checkpoint."""
+        return self.done + self.ahead
+
+    @property
     def between_steps(self) -> bool:
-        """Tell whether all optimizers have done as many steps."""
-        return len(set(self.steps.values())) == 1
+        """Tell whether all optimizers in use have done as many steps.
+
+        One that its Accelerator has released is not in use.  When Python frees it differs from rank to rank, so that
+        decides nothing.
+        """
+        prepared = {id(each) for accelerator in self.accelerators for each in getattr(accelerator, "_optimizers", ())}
+        in_use = [steps for each, steps in self.steps.items() if not prepared or id(each) in prepared]
+        return all(steps == self.ahead for steps in in_use)
+
+    def pass_boundary(self) -> None:
+        """Count from here."""
+        self.done, self.ahead, self.pending = self.steps_done, 0, 0
+        self.accelerators.clear()
+        for optimizer in self.steps:
+            self.steps[optimizer] = 0
 
 
 _loop = Loop()
@@ -100,6 +123,8 @@ def install(module: ModuleType) -> None:
     @functools.wraps(backward)
     def backward_and_count(self: Any, *arguments: Any, **named: Any) -> Any:
         _loop.backwards += 1
+        if _loop.attachment is None or _loop.attachment.open:
+            _loop.accelerators.add(self)
         return backward(self, *arguments, **named)
 
     @functools.wraps(save)
@@ -161,7 +186,8 @@ def _stepped(optimizer: Any) -> None:
     attachment = _loop.attachment
     if attachment is None or not attachment.open:
         return
-    _loop.steps[id(optimizer)] = _loop.steps.get(id(optimizer), 0) + 1
+    _loop.steps[optimizer] = steps = _loop.steps.get(optimizer, 0) + 1
+    _loop.ahead = max(_loop.ahead, steps)
     _loop.pending += 1
     if _loop.pending > STEPS_WITHOUT_BATCH_MAX * len(_loop.steps):
         attachment.withdraw(
@@ -180,7 +206,7 @@ def _boundary(loader: Any, *, evaluating: bool) -> None:
         even = getattr(getattr(loader, "batch_sampler", None), "even_batches", True)
         attachment.evaluates(lambda: _save(attachment), alike=evaluating and not _loop.pending and even)
         return
-    _loop.pending = 0
+    _loop.pass_boundary()
     if attachment.step_done(_loop.number) is not Asked.NOTHING:
         _save(attachment)
 
@@ -230,11 +256,12 @@ def _learn(accelerator: Any, output_dir: Any, before: dict[str, int], arguments:
         if saves.unable or (found is not None and (directory, found[1]) == (saves.directory, saves.prefix)):
             saves.unable = f"{name} counts neither steps nor backward passes, so the name of another step is not known"
         return
-    if re.search(rf"(?<!\d)0*{int(found[2])}(?!\d)", directory):
-        saves.unable = f"the directory {directory} names the step of {name}, so that of another step is not known"
-        return
     if saves.directory not in ("", directory):
         saves.unable = f"the script saves to several directories: {saves.directory} and {directory}"
+        return
+    if not saves.directory and re.search(rf"(?<!\d)0*{int(found[2])}(?!\d)", directory):
+        saves.directory = directory  # the next save shows whether that number changes
+        saves.unable = f"the directory {directory} names the step of {name}, so that of another step is not known"
         return
     saves.accelerator, saves.directory, saves.prefix, saves.suffix = accelerator, directory, found[1], found[3]
     saves.digits = len(found[2]) if found[2].startswith("0") else 0
@@ -248,9 +275,8 @@ def _learn(accelerator: Any, output_dir: Any, before: dict[str, int], arguments:
 
 def _counted(number: int) -> tuple[int, bool] | None:
     """Return where counting began, and whether backward passes are counted; None where the number counts neither."""
-    steps = max(_loop.steps.values(), default=0)
     for base in (_loop.loaded, 0):
-        for counted, by_backward in ((steps, False), (_loop.backwards, True)):
+        for counted, by_backward in ((_loop.steps_done, False), (_loop.backwards, True)):
             if number == base + counted:
                 return base, by_backward
     return None
@@ -260,7 +286,9 @@ def _loaded(input_dir: Any) -> None:
     """Count from the checkpoint that the script has loaded: its number is that of its step."""
     found = _NUMBER.fullmatch(os.path.basename(os.path.abspath(input_dir))) if input_dir is not None else None
     _loop.loaded = int(found[2]) if found else 0
-    _loop.steps, _loop.backwards, _loop.pending, _loop.saved = {}, 0, 0, None
+    _loop.pass_boundary()
+    _loop.steps.clear()
+    _loop.done, _loop.backwards, _loop.saved = 0, 0, None
     _loop.saves = Saves()
 
 

@@ -33,7 +33,7 @@ from stepkeeper_trainer.formats.metadata import (
 )
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.load import safetensors as safetensors_io
-from stepkeeper_trainer.load.reader import CheckedReader, describe, load, root_cause
+from stepkeeper_trainer.load.reader import ALONE, CheckedReader, describe, load, root_cause
 from stepkeeper_trainer.load.safetensors import some
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.state import plain_name, tied_names
@@ -245,7 +245,7 @@ class _Directory:
         group = agreement.group
         try:
             state_dict_loader.load(
-                tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None
+                tensors, storage_reader=reader, planner=planner, process_group=group, **({} if group else ALONE)
             )
         except CheckpointException as error:
             raise DamagedError(f"{self.source}: {root_cause(error)}") from error

@@ -6,6 +6,7 @@ unpickled into code.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 
 
+ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(state_dict_loader.load).parameters else {}
+"""Has a load or save of DCP ask no other process.  That of torch 2.6 asks none where there is no process group."""
 _CHUNKS_KEPT = 4  # a tensor's item is read at its end first, then from its start
 
 

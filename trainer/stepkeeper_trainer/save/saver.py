@@ -103,6 +103,7 @@ class Saver:
         self._prepared = threading.Event()  # nothing is being prepared
         self._prepared.set()
         self._prepare_began = 0.0  # of the monotonic clock
+        self._comparing = False  # what is being prepared finds out which ranks hold different values
         self._failed_elsewhere = 0
         self.ended = Ended()  # ranks that are gone, as far as a roll call has found out
         if uploader is not None:
@@ -124,6 +125,11 @@ class Saver:
     def _prepares_long(self) -> bool:
         """Whether the first save's memory is being made still: a save would wait for it, with training."""
         return not self._prepared.is_set() and time.monotonic() >= self._prepare_began + PUT_OFF_AFTER_S
+
+    @property
+    def compares(self) -> bool:
+        """Whether this rank finds out which ranks hold different values: a save that began now would find them too."""
+        return self._comparing and not self._prepared.is_set()
 
     @property
     def problem(self) -> str | None:
@@ -150,7 +156,8 @@ class Saver:
 
     def wish(self, *, held: bool) -> Wish:
         """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
-        busy = self.busy or self._prepares_long  # asked first: what came of a save is known once it is over
+        # asked first: what came of a save, or of a comparison, is known once it is over
+        busy = self.busy or self._prepares_long or self.compares
         return Wish(
             busy=busy,
             failed_save=self.failed_save,
@@ -238,7 +245,7 @@ class Saver:
         With `compare` the values of the save before tell which ranks hold different ones.
         """
         self._prepared.clear()
-        self._prepare_began = time.monotonic()
+        self._prepare_began, self._comparing = time.monotonic(), compare
         self._worker.do(lambda: self._prepare(tensors, compare=compare))
 
     def start(

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats import safetensors
 from stepkeeper_trainer.formats.durable import fsync_directory
+from stepkeeper_trainer.load.reader import ALONE
 from stepkeeper_trainer.load.safetensors import find_tensors
 from stepkeeper_trainer.store.llama_names import Names, NamesError
 
@@ -70,7 +71,7 @@ def to_dcp(source: Path, target: Path, *, prefix: str, names: Names | None) -> i
             tensor = _tensor(mapped[path], slot)
             rows = names.rows_of(name) if names is not None else 0
             state[prefix + here] = _neighbours(name, tensor, rows) if rows else tensor
-        state_dict_saver.save(state, checkpoint_id=growing, no_dist=True)
+        state_dict_saver.save(state, checkpoint_id=growing, **ALONE)
         os.rename(growing, target)
     finally:
         shutil.rmtree(growing, ignore_errors=True)  # gone already where all went well

@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self._callers = threading.BoundedSemaphore(callers_max)
         self.request_queue_size = callers_max
         self.socket_path = address if isinstance(address, Path) else None
+        self._is_bound = False  # to the socket, whose name is ours then
         if self.socket_path is not None:
             self.address_family = socket.AF_UNIX
             _remove_dead(self.socket_path)
@@ -48,6 +49,7 @@ class Server(ThreadingHTTPServer):
         before = os.umask(0o177)
         try:
             self.socket.bind(str(self.socket_path))
+            self._is_bound = True
         finally:
             os.umask(before)
         self.server_address, self.server_name, self.server_port = str(self.socket_path), "localhost", 0  # type: ignore[assignment]
@@ -77,7 +79,7 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         """Listen no more."""
         super().server_close()
-        if self.socket_path is not None:
+        if self.socket_path is not None and self._is_bound:
             self.socket_path.unlink(missing_ok=True)
 
 

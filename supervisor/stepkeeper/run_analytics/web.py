@@ -137,6 +137,7 @@ class Watched:
 
     def _read_quickly(self) -> None:
         try:
+            os.stat(self._run.path)  # of a directory that is gone, all files are only missing
             self._glance = self._look.look()
             self._problems.pop("quick", None)
         except OSError as error:

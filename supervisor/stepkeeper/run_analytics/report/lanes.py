@@ -84,6 +84,12 @@ def instant(at: int, *, day: bool = True) -> str:
     return whole if day else whole.partition(" ")[2]
 
 
+def when(at: int) -> str:
+    """Return an instant for a cell, in two lines where a screen is narrow."""
+    day, _, clock = instant(at).partition(" ")
+    return f"<time><span>{text(day)}</span> <span>{text(clock)}</span></time>"
+
+
 def zone() -> str:
     """Return the name of that time zone."""
     return time.strftime("%Z (UTC%z)")

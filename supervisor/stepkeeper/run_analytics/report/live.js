@@ -6,7 +6,7 @@
   const isRead = (part) => {
     const selection = getSelection();
     const selected = selection && !selection.isCollapsed && part.contains(selection.anchorNode);
-    return selected || part.contains(document.activeElement);
+    return selected || part.querySelector(":focus-visible") !== null;
   };
   const put = (name, html) => {
     const part = document.getElementById("p-" + name);

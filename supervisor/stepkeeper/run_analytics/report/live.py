@@ -15,7 +15,7 @@ from stepkeeper.run_analytics import progress, queue
 from stepkeeper.run_analytics.model import Checkpoint
 from stepkeeper.run_analytics.nodes import Node
 from stepkeeper.run_analytics.report import page
-from stepkeeper.run_analytics.report.lanes import hours, instant, table, text
+from stepkeeper.run_analytics.report.lanes import hours, instant, table, text, when
 from stepkeeper.run_analytics.report.page import About, Detail, section
 from stepkeeper.run_analytics.screen import WAITS_FOR, Glance, after, launch_in_words, place, saved, waits_word
 from stepkeeper.run_analytics.timeline import Timeline
@@ -162,7 +162,7 @@ def _decisions(seen: Glance) -> str:
     shown = seen.told[-DECISIONS_MAX:]
     rows = [
         (
-            f"<time>{instant(round(record.event.at * 1e6))}</time>",
+            when(round(record.event.at * 1e6)),
             text(place(record)),
             text(record.phase.value),
             f"<div class=words>{text(record.why)}</div>",

@@ -19,7 +19,18 @@ from stepkeeper.diagnosis import rules
 from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import lanes, losses
-from stepkeeper.run_analytics.report.lanes import count, hours, instant, percent, share, table, text, unit_hours, zone
+from stepkeeper.run_analytics.report.lanes import (
+    count,
+    hours,
+    instant,
+    percent,
+    share,
+    table,
+    text,
+    unit_hours,
+    when,
+    zone,
+)
 from stepkeeper.run_analytics.timeline import Standing, Timeline
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
@@ -252,7 +263,7 @@ def _spent(seen: Timeline) -> str:
     ]
     whole = unit_hours(each * accounts.node_total)
     rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", whole, "100 %", ""))
-    head = ("", "time", "share", unit, "share", "")
+    head = ("use", "time", "share", unit, "share", "<span class=aside>what is counted</span>")
     body = f"<div class=bar>{bar}</div>{table(head, rows, right=frozenset((1, 2, 3, 4)))}"
     return section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
 
@@ -306,7 +317,7 @@ def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
         why += f"<small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
     return (
         launch.name,
-        f"<time>{instant(lanes.ended_at(launch, seen))}</time>",
+        when(lanes.ended_at(launch, seen)),
         f"<em class=e-{launch.ending.name.lower()}>{launch.ending.value}</em>",
         why,
         f"<div class=phrase>{text(launch.decided or '–')}</div>",  # noqa: RUF001
@@ -335,7 +346,7 @@ def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
     problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
     return (
         f"{each.step:,}",
-        f"<time>{instant(each.at)}</time>" if each.at is not None else "–",  # noqa: RUF001
+        when(each.at) if each.at is not None else "–",  # noqa: RUF001
         hours(round(each.seconds * SECOND)) if each.seconds else "",
         size(each.bytes) if each.bytes else "",
         states + ("<em>emergency</em>" if each.emergency else "") + problem,
@@ -378,7 +389,7 @@ def _incidents(seen: Timeline, detail: Detail) -> str:
     shown = found[-detail.rows :]
     rows = [
         (
-            f"<time>{instant(each.at)}</time>",
+            when(each.at),
             f"{each.attempt}.{each.launch}" if each.launch is not None else str(each.attempt),
             text(each.kind),
             text(each.node),

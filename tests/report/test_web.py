@@ -359,6 +359,21 @@ def test_the_figures_for_programs(viewer: Viewer) -> None:
     assert {"progress", "pace_s", "seconds_left", "done_at", "silent", "phase_since", "waiting"} <= set(figures)
 
 
+def test_the_newest_checkpoint_and_the_newest_verified_one(run: RunDirectory) -> None:
+    runs.write_journal(run, runs.story(run))
+    for directory in runs.make_steps(run, 2):
+        for each in directory.iterdir():
+            os.utime(each, (START, START))  # written before the journal says what was verified
+    runs.write_status(run)
+    with served(run) as viewer:
+        now = Page(viewer.news()["parts"]["now"]).text
+        assert re.search(r"checkpoint step 200, .* committed, not yet verified verified step 100 nodes", now)
+        runs.write_status(run, checkpoint_step=250)
+        later = Page(viewer.news()["parts"]["now"]).text
+
+    assert re.search(r"checkpoint step 250, .* committed, not yet verified", later), "nobody has looked at it yet"
+
+
 def test_a_finished_run_is_shown_as_it_ended(run: RunDirectory) -> None:
     runs.write_journal(run, runs.story(run))
     runs.write_status(run, phase="done", exit_code=0, total_steps=250)

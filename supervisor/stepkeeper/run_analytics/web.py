@@ -142,8 +142,8 @@ class Watched:
             self._problems.pop("quick", None)
         except OSError as error:
             self._problems["quick"] = _in_words(error)
-        newest = self._timeline.checkpoints[-1] if self._timeline is not None and self._timeline.checkpoints else None
-        self._put(live.now_parts(self._glance, self._about, newest, time.time()))
+        checkpoints = self._timeline.checkpoints if self._timeline is not None else []
+        self._put(live.now_parts(self._glance, self._about, checkpoints, time.time()))
         self._quick_at = time.monotonic() + QUICK_EVERY_S
 
     def _put(self, parts: dict[str, str]) -> None:

@@ -20,9 +20,10 @@ from stepkeeper.run_analytics.report.page import About, Detail, section
 from stepkeeper.run_analytics.screen import WAITS_FOR, Glance, after, launch_in_words, place, saved, waits_word
 from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store.status import NO_LIBRARY, Status, heard_at, is_silent
+from stepkeeper_trainer.formats.steps import COMMITTED, VERIFIED
 
 DETAIL = Detail(columns=150, losses=160, rows=30)  # at most 1,920 points of losses and learning rates
-DECISIONS_MAX = 20
+DECISIONS_MAX = 12
 ORDER = (
     *("head", "said", "now", "figures", "going-on", "decisions", "loss", "timeline", "nodes", "spent", "failures"),
     *("checkpoints", "started", "incidents", "definitions"),
@@ -46,13 +47,13 @@ def _part(name: str, drawn: str) -> str:
     return f"<div id=p-{name}{spoken}>{drawn}</div>"
 
 
-def now_parts(seen: Glance, about: About, newest: Checkpoint | None, now: float) -> dict[str, str]:
+def now_parts(seen: Glance, about: About, checkpoints: Sequence[Checkpoint], now: float) -> dict[str, str]:
     """Return the parts that a quick look makes."""
     word, css = _standing(seen, now)
     return {
         "head": f"<header><h1>{text(about.name)} <em class=s-{css}>{text(word)}</em></h1></header>",
         "said": f"<p>{text(_sentence(seen, now))}</p>",
-        "now": _now(seen, newest, now),
+        "now": _now(seen, checkpoints, now),
         "decisions": _decisions(seen),
     }
 
@@ -101,7 +102,7 @@ def _meaning(code: int) -> str:
     return next((each.meaning for each in ExitCode if each.value == code), "a code that this Stepkeeper does not know")
 
 
-def _now(seen: Glance, newest: Checkpoint | None, now: float) -> str:
+def _now(seen: Glance, checkpoints: Sequence[Checkpoint], now: float) -> str:
     status = seen.status
     rows: list[tuple[str, str]] = []
     if seen.waiting is not None:
@@ -109,12 +110,12 @@ def _now(seen: Glance, newest: Checkpoint | None, now: float) -> str:
     if seen.queued is not None:
         rows.append(("Slurm says", text(queue.words(seen.queued, now))))
     if status is not None:
-        rows += _of_status(seen, status, newest, now)
+        rows += _of_status(seen, status, checkpoints, now)
     body = "".join(f"<tr><th scope=row>{name}</th><td>{value}</td></tr>" for name, value in rows)
     return section("Now", f"<table class=facts><tbody>{body}</tbody></table>") if rows else ""
 
 
-def _of_status(seen: Glance, status: Status, newest: Checkpoint | None, now: float) -> list[tuple[str, str]]:
+def _of_status(seen: Glance, status: Status, checkpoints: Sequence[Checkpoint], now: float) -> list[tuple[str, str]]:
     rows = []
     lives = status.exit_code is None and seen.waiting is None
     if lives and seen.phase_since is not None:
@@ -124,7 +125,7 @@ def _of_status(seen: Glance, status: Status, newest: Checkpoint | None, now: flo
     if status.library is False and status.checkpoint_step is None:
         rows.append(("library", text(NO_LIBRARY)))
     else:
-        rows += _progress(seen, status, newest, now)
+        rows += _progress(seen, status, checkpoints, now)
     rows.append(("nodes", f"{len(status.nodes):,} in use" if lives else "none in use"))
     rows.append(("last decision", f"<div class=words>{text(status.why or 'none yet')}</div>"))
     heard = f"the supervisor wrote {_ago(heard_at(status), now)} ago"
@@ -132,7 +133,7 @@ def _of_status(seen: Glance, status: Status, newest: Checkpoint | None, now: flo
     return rows
 
 
-def _progress(seen: Glance, status: Status, newest: Checkpoint | None, now: float) -> list[tuple[str, str]]:
+def _progress(seen: Glance, status: Status, checkpoints: Sequence[Checkpoint], now: float) -> list[tuple[str, str]]:
     a_step = progress.pace(seen.rows) or status.step_seconds
     tokens = f"{status.tokens:,} tokens" if status.tokens else ""
     pace = f"{hours(round(a_step * 1e6))} a step" if a_step is not None and status.step is not None else ""
@@ -147,10 +148,15 @@ def _progress(seen: Glance, status: Status, newest: Checkpoint | None, now: floa
         )
     if loss := progress.loss(status).removeprefix("loss "):
         rows.append(("loss", f"<b class=wrong>{text(loss)}</b>" if status.loss_not_finite else text(loss)))
-    state = ""
-    if newest is not None and newest.step == status.checkpoint_step:
-        state = page.state_words(newest.states)
-    rows.append(("checkpoint", f"{text(saved(seen, now))} {state}"))
+    states = next((each.states for each in reversed(checkpoints) if each.step == status.checkpoint_step), ())
+    if not states and status.checkpoint_step is not None:
+        states = (COMMITTED,)  # it is newer than the newest look at the step directories
+    rows.append(("checkpoint", f"{text(saved(seen, now))} {page.state_words(states)}"))
+    verified = next(
+        (each.step for each in reversed(checkpoints) if page.is_usable(each) and VERIFIED in each.states), None
+    )
+    if verified is not None and verified != status.checkpoint_step:
+        rows.append(("verified", f"step {verified:,}"))
     return rows
 
 

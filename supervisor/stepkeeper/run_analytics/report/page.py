@@ -82,8 +82,12 @@ def _again(seen: Timeline, path: str) -> Advice:
 
 
 def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:
-    usable = [each for each in found if not _OUT.intersection(each.states)]
-    return usable[-1] if usable else None
+    return next((each for each in reversed(found) if is_usable(each)), None)
+
+
+def is_usable(found: Checkpoint) -> bool:
+    """Tell whether a next launch may start from it."""
+    return not _OUT.intersection(found.states)
 
 
 COMMAND_MAX = 4_000  # characters of a command line

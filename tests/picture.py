@@ -6,6 +6,7 @@ resumes.  A viewer who wants no motion sees the last one.
 
 import argparse
 import html
+import os
 import re
 import sys
 import time
@@ -119,6 +120,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     lab = Lab(LabOptions(nodes=4, grace_time_s=30), owned=True).up()
+    os.environ["SLURM_CONF"] = str(lab.place.conf)  # the screen of a job that waits says what squeue does
     try:
         frames = film(lab)
     finally:

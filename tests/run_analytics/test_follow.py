@@ -95,14 +95,14 @@ def test_what_is_quick_to_know_stands_there_before_the_accounts_of_a_long_run(
     build.write_journal(run, build.story(run))
     build.write_status(run)
     drawn: list[str] = []
-    see = follow.reading.see
+    see = follow.reading.Reader.see
 
-    def slowly(read: RunDirectory) -> Timeline:
+    def slowly(reader: follow.reading.Reader) -> Timeline:
         drawn.append(capsys.readouterr().out)
         build.write_status(run, phase="done", exit_code=0)
-        return see(read)
+        return see(reader)
 
-    monkeypatch.setattr(follow.reading, "see", slowly)
+    monkeypatch.setattr(follow.reading.Reader, "see", slowly)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("LINES", "24")):
         monkeypatch.setenv(name, value)

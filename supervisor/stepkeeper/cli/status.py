@@ -15,12 +15,11 @@ import msgspec
 from stepkeeper.cli import pending, printing
 from stepkeeper.cli.printing import duration, instant
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import progress, queue, reading
 from stepkeeper.run_analytics.queue import Queued, Waiting
-from stepkeeper.run_analytics.screen import rows
+from stepkeeper.run_analytics.screen import WAITS_FOR, rows
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
@@ -126,14 +125,6 @@ def _phase_word(status: Status) -> str:
 
 GOES_ON_OR_IS_FINISHED = (None, ExitCode.FINISHED, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
 BAR_COLUMNS = 30
-WAITS_FOR: dict[str, str] = {
-    Gate.STORAGE: "storage that passes its test",
-    Gate.WATCHERS: "a watcher on every node",
-    Gate.CHECKPOINT: "the newest verified checkpoint",
-    Gate.CAUSE: "the cause of the failure before",
-    Gate.PAUSE: "the pause before the next try",
-    Gate.NODES: "nodes that are clear and fit",
-}
 LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 
@@ -151,16 +142,28 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--all", action="store_true", help="all runs below runs/, and those that you have started")
     command.add_argument("--follow", "-f", action="store_true", help="stay, and show what changes, until it is over")
     command.add_argument("--json", action="store_true", help="one JSON document")
+    command.add_argument(
+        "--web",
+        action="store_true",
+        help="show the run as a page in a browser, which stays up to date; it prints the URL, and how to open it from "
+        "another computer (docs/report.md)",
+    )
+    where = command.add_mutually_exclusive_group()
+    where.add_argument(
+        "--port", type=int, metavar="PORT", help="with --web: the port on 127.0.0.1 (default: a free one)"
+    )
+    where.add_argument(
+        "--socket", metavar="PATH", help="with --web: a Unix socket that only this account can open, instead of a port"
+    )
     command.set_defaults(execute=execute)
 
 
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Print the status of a run."""
-    if arguments.run is not None and arguments.all:
-        raise StepkeeperError("--all goes without RUN", ExitCode.USAGE)
-    if arguments.follow and (arguments.json or arguments.all):
-        raise StepkeeperError("--follow shows one run, for people: it goes without --json and --all", ExitCode.USAGE)
+    _require_one_way(arguments)
+    if arguments.web:
+        return _serve(arguments)
     unsaid = arguments.run is None and not (arguments.follow or arguments.json)  # programs get one document
     if arguments.all or (unsaid and not find.is_here(os.environ)):
         found = find.every(os.environ)
@@ -192,6 +195,32 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         _show(run, status, seen, queued, waiting, asked_for=arguments.run or "")
     return ExitCode.FINISHED
+
+
+def _require_one_way(arguments: argparse.Namespace) -> None:
+    """Refuse options that go without each other.
+
+    Raises:
+        StepkeeperError: which ones.
+    """
+    wrong = ""
+    if arguments.run is not None and arguments.all:
+        wrong = "--all goes without RUN"
+    elif arguments.web and (arguments.follow or arguments.json or arguments.all):
+        wrong = "--web shows one run: it goes without --follow, --json and --all; the page has figures at data.json"
+    elif not arguments.web and (arguments.port is not None or arguments.socket is not None):
+        wrong = "--port and --socket go with --web"
+    elif arguments.follow and (arguments.json or arguments.all):
+        wrong = "--follow shows one run, for people: it goes without --json and --all"
+    if wrong:
+        raise StepkeeperError(wrong, ExitCode.USAGE)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from stepkeeper.run_analytics.web import serve  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
+
+    socket_path = Path(os.path.abspath(arguments.socket)) if arguments.socket is not None else None
+    return serve(find.find(arguments.run, os.environ), port=arguments.port or 0, socket_path=socket_path)
 
 
 def _read(run: RunDirectory) -> Status | None:

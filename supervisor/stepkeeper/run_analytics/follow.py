@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import msgspec
@@ -40,25 +41,32 @@ def follow(run: RunDirectory, *, sleep: Callable[[float], None] = time.sleep) ->
     Raises:
         OSError: the run directory cannot be read.
     """
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with leaving():
         if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             _draw(run, sleep)
         else:
             _tell(run, sleep)
+    return 0
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """End the block without an error at Ctrl-C, SIGTERM and SIGHUP."""
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
     except (KeyboardInterrupt, _Left):
-        return 0
+        pass  # somebody has seen enough
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 0
 
 
 def _leave(_: int, __: FrameType | None) -> None:
     raise _Left
 
 
-class _Look:
+class Look:
     """The newest look; the files are read again only when they have changed."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -69,6 +77,11 @@ class _Look:
         self._ask_at = 0.0
 
     def look(self) -> Glance:
+        """Look at the run, and ask Slurm where only Slurm can tell.
+
+        Raises:
+            OSError: the run directory cannot be read.
+        """
         changed = changed_at(self._run)
         if changed != self._changed_at:
             self._seen, self._changed_at = glance(self._run), changed
@@ -89,7 +102,7 @@ class _Accounts:
     """Where the time went: read anew now and then, and the less often the longer it takes."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self._reader = reading.Reader(run)
         self._due_at = 0.0
         self._until = 0  # of the newest, microseconds
         self.newest: Accounts | None = None
@@ -97,7 +110,7 @@ class _Accounts:
     def look(self) -> Accounts | None:
         began = time.monotonic()
         if began >= self._due_at:
-            seen = reading.see(self._run)
+            seen = self._reader.see()
             self.newest, self._until = seen.accounts, seen.until
             took = time.monotonic() - began
             self._due_at = began + max(ACCOUNTS_EVERY_S, ACCOUNTS_TIMES * took)
@@ -118,7 +131,7 @@ class _Accounts:
 
 def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     plain = "utf" not in (sys.stdout.encoding or "").lower()
-    accounts, look = _Accounts(run), _Look(run)
+    accounts, look = _Accounts(run), Look(run)
     last: list[str] = []
     over = False
     sys.stdout.write(ENTER)
@@ -157,7 +170,7 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     told: Record | None = None
     step: object = None
     progress_due_at = 0.0
-    look = _Look(run)
+    look = Look(run)
     while True:
         seen = look.look()
         for record in _new(seen, told):

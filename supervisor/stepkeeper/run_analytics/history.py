@@ -241,13 +241,15 @@ class History(msgspec.Struct, kw_only=True):
 
 def read_history(records: Iterable[Record]) -> History:
     """Read the records, oldest first; those of a superseded attempt may stand between the newer one's."""
-    teller = _Teller()
+    teller = Teller()
     for record in records:
         teller.take(record)
     return teller.told()
 
 
-class _Teller:
+class Teller:
+    """Takes the records one after the other, oldest first; what they tell so far can be asked for at any time."""
+
     def __init__(self) -> None:
         self.open: dict[tuple[int, int, int], Attempt] = {}
         self.resume: dict[tuple[int, int, int], tuple[int, str]] = {}  # for the launch to come
@@ -255,10 +257,16 @@ class _Teller:
         self.seen = History()
 
     def told(self) -> History:
-        self.seen.attempts = sorted(self.open.values(), key=lambda each: each.began)
-        return self.seen
+        """Return what the records tell so far.  A timeline that is built of it changes nothing here."""
+        copy = msgspec.structs.replace
+        attempts = [
+            copy(attempt, launches=[copy(launch) for launch in attempt.launches]) for attempt in self.open.values()
+        ]
+        incidents = copy(self.seen.incidents, found=list(self.seen.incidents.found))
+        return copy(self.seen, attempts=sorted(attempts, key=lambda each: each.began), incidents=incidents)
 
     def take(self, record: Record) -> None:
+        """Take the next record."""
         self.seen.records += 1
         key = (record.attempt, record.job_id, record.restart_count)
         at = micro(record.event.at)

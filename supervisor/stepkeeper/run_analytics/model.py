@@ -13,7 +13,6 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import lines
-from stepkeeper_trainer.formats.plain import open_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
@@ -245,7 +244,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_time[Use.PRODUCTIVE] / known if known > 0 else None
 
 
-# The steps of each launch, in columns: a million rows take 32 MB.  `read` is the only I/O here.
+# The steps of each launch, in columns: a million rows take 32 MB.  `read_rows` is the only I/O here.
 
 Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
@@ -256,7 +255,7 @@ AT_MAX = 1e11  # Unix seconds beyond it are a torn line
 class Rows:
     """The completed steps of one launch, oldest first."""
 
-    __slots__ = ("at", "loss", "rate", "step", "tokens")
+    __slots__ = ("_usual", "at", "loss", "rate", "step", "tokens")
 
     def __init__(self) -> None:
         self.at = array("q")  # microseconds
@@ -264,6 +263,7 @@ class Rows:
         self.loss = array("d")
         self.rate = array("d")  # the learning rate
         self.tokens = 0  # of the newest
+        self._usual = (0, 0)  # of so many rows, the median
 
     def add(self, at: float, step: int, loss: float | None, tokens: int = 0, rate: float | None = None) -> None:
         """Append one; time never goes back."""
@@ -281,11 +281,39 @@ class Rows:
 
     def usual(self) -> int:
         """Return the median time of a step, microseconds; 0 where that is not known."""
-        times = [
-            (after - before) // max(1, later - earlier)
-            for (before, after), (earlier, later) in zip(pairwise(self.at), pairwise(self.step), strict=True)
-        ]
-        return int(statistics.median(times)) if times else 0
+        count, known = self._usual
+        if count != len(self):
+            times = [
+                (after - before) // max(1, later - earlier)
+                for (before, after), (earlier, later) in zip(pairwise(self.at), pairwise(self.step), strict=True)
+            ]
+            known = int(statistics.median(times)) if times else 0
+            self._usual = (len(self), known)
+        return known
+
+
+class RowTable:
+    """The rows of `metrics.csv` by launch, line by line."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Key, Rows] = {}
+        self._lines = 0
+
+    def take(self, line: bytes) -> None:
+        """Take the next line; one that is torn is passed over, and so is what comes after `ROWS_MAX` lines."""
+        self._lines += 1
+        cells = line.split(b",")
+        if self._lines > ROWS_MAX:
+            return
+        try:
+            step, tokens, at = int(cells[0]), int(cells[2]), float(cells[5])
+            loss = float(cells[1]) if cells[1] else None
+            rate = float(cells[3]) if cells[3] else None
+            key = int(cells[6]), int(cells[7])
+        except (ValueError, IndexError):
+            return  # the header, or torn
+        if 0 < at < AT_MAX and 0 <= step < 2**53:
+            self.rows.setdefault(key, Rows()).add(at, step, loss, tokens, rate)
 
 
 def read_rows(path: Path) -> dict[Key, Rows]:
@@ -294,23 +322,8 @@ def read_rows(path: Path) -> dict[Key, Rows]:
     Raises:
         OSError: it is there and cannot be read.
     """
-    found: dict[Key, Rows] = {}
-    try:
-        file = open_plain(path, within=path.parent)
-    except FileNotFoundError:
-        return found
-    with file:
-        for count, line in enumerate(lines.forwards(file)):
-            if count >= ROWS_MAX:
-                break
-            cells = line.split(b",")
-            try:
-                step, tokens, at = int(cells[0]), int(cells[2]), float(cells[5])
-                loss = float(cells[1]) if cells[1] else None
-                rate = float(cells[3]) if cells[3] else None
-                key = int(cells[6]), int(cells[7])
-            except (ValueError, IndexError):
-                continue  # the header, or torn
-            if 0 < at < AT_MAX and 0 <= step < 2**53:
-                found.setdefault(key, Rows()).add(at, step, loss, tokens, rate)
-    return found
+    table = RowTable()
+    with lines.Growing(path).look() as (_, found):
+        for line in found:
+            table.take(line)
+    return table.rows

@@ -8,14 +8,16 @@ import shlex
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from stepkeeper.config import resolve
 from stepkeeper.run_analytics import history, model, timeline
 from stepkeeper.run_analytics.model import Incident, micro
+from stepkeeper.run_analytics.nodes import Nodes
 from stepkeeper.run_analytics.timeline import OnDisk, Timeline
-from stepkeeper.run_store import journal, lease, submission
+from stepkeeper.run_store import journal, lease, lines, submission
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
@@ -24,6 +26,7 @@ from stepkeeper_trainer.formats.cache import Cache
 
 METRICS_NAME = "metrics.csv"
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look
+LOOK_AGAIN_S = 300.0  # at the files of a step directory that has not changed
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
@@ -36,26 +39,87 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
     Raises:
         OSError: a file is there and cannot be read.
     """
-    told = history.read_history(journal.read(run.journal))
-    _tell_rescues(run, told)
-    found = timeline.checkpoints(told, lineages.read(run.checkpoints), on_disk(run.checkpoints))
-    return timeline.build(
-        told,
-        model.read_rows(run.path / METRICS_NAME),
-        found,
-        updated_at=_updated_at(run),
-        now=micro(time.time() if now is None else now),
-    )
+    return Reader(run).see(now=now)
 
 
-def on_disk(checkpoints_directory: Path) -> dict[str, OnDisk]:
+class Reader:
+    """Reads a run again and again.  Of journal and metrics, each look takes what they got since the look before."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._journal = lines.Growing(run.journal)
+        self._metrics = lines.Growing(run.path / METRICS_NAME)
+        self._teller = history.Teller()
+        self._table = model.RowTable()
+        self._looked_at: dict[str, _LookedAt] = {}
+        self.nodes = Nodes()
+
+    def see(self, *, now: float | None = None) -> Timeline:
+        """Return the timeline up to now.
+
+        Raises:
+            OSError: a file is there and cannot be read.
+        """
+        with self._journal.look() as (another, found):
+            if another:
+                self._teller, self.nodes = history.Teller(), Nodes()
+            for line in found:
+                if (record := journal.decode(line)) is not None:
+                    self._teller.take(record)
+                    self.nodes.take(record)
+        with self._metrics.look() as (another, found):
+            if another:
+                self._table = model.RowTable()
+            for line in found:
+                self._table.take(line)
+        told = self._teller.told()
+        _tell_rescues(self._run, told)
+        checkpoints = self._run.checkpoints
+        return timeline.build(
+            told,
+            self._table.rows,
+            timeline.checkpoints(told, lineages.read(checkpoints), on_disk(checkpoints, self._looked_at)),
+            updated_at=_updated_at(self._run),
+            now=micro(time.time() if now is None else now),
+        )
+
+
+class _LookedAt(NamedTuple):
+    """A step directory, as it was when its files were looked at."""
+
+    inode: int
+    changed_ns: int
+    until: float  # of the monotonic clock: then they are looked at again
+    found: OnDisk
+
+
+def on_disk(checkpoints_directory: Path, known: dict[str, _LookedAt] | None = None) -> dict[str, OnDisk]:
     """Look at the step directories, by name: names and sizes of files, and what is known of their bytes.
+
+    Args:
+        checkpoints_directory: where they are.
+        known: what earlier looks found; it is kept up to date.  A directory of it whose entries have not changed is
+            looked at again after minutes only: of one with the files of 512 ranks, a look takes 512 calls.
 
     Raises:
         OSError: they cannot be listed.
     """
+    known = {} if known is None else known
     cache = Cache(checkpoints_directory)
-    return {entry.path.name: look(entry, cache)[0] for entry in steps.list_steps(checkpoints_directory)}
+    found: dict[str, _LookedAt] = {}
+    for entry in steps.entries(checkpoints_directory):
+        before = known.get(entry.name)
+        at = time.monotonic()
+        status = entry.stat(follow_symlinks=False)
+        same = before is not None and (before.inode, before.changed_ns) == (status.st_ino, status.st_mtime_ns)
+        if before is None or not same or at >= before.until:
+            path = checkpoints_directory / entry.name
+            opened, _ = look(steps.open_step(path, within=checkpoints_directory), cache)
+            before = _LookedAt(status.st_ino, status.st_mtime_ns, at + LOOK_AGAIN_S, opened)
+        found[entry.name] = before
+    known.clear()
+    known.update(found)
+    return {name: each.found for name, each in found.items()}
 
 
 def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, ...]]:

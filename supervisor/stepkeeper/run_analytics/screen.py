@@ -13,6 +13,7 @@ import msgspec
 from stepkeeper.cli.printing import clean, duration
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics import progress, queue
 from stepkeeper.run_analytics.model import AT_MAX, Accounts, Use
@@ -163,6 +164,14 @@ def asks_slurm(seen: Glance, now: float) -> str | None:
     return None
 
 
+WAITS_FOR: dict[str, str] = {
+    Gate.STORAGE: "storage that passes its test",
+    Gate.WATCHERS: "a watcher on every node",
+    Gate.CHECKPOINT: "the newest verified checkpoint",
+    Gate.CAUSE: "the cause of the failure before",
+    Gate.PAUSE: "the pause before the next try",
+    Gate.NODES: "nodes that are clear and fit",
+}
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=*#%@"
 MANY = 1_000_000
@@ -222,7 +231,7 @@ def _facts(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
     if status.library is False and status.checkpoint_step is None:
         rows += _wrapped("library", NO_LIBRARY, width)
     else:
-        rows += [*_step(seen, now, width, plain=plain), _row("saved", _saved(seen, now))]
+        rows += [*_step(seen, now, width, plain=plain), _row("saved", saved(seen, now))]
     if seen.losses or seen.loss_not_finite:
         wrong = "NaN or infinite now" if seen.loss_not_finite else ""
         drawn = _curve(seen.losses, width - LABEL - 24 - len(wrong), plain=plain) if seen.losses else ""
@@ -241,8 +250,8 @@ def _standing(seen: Glance, now: float, width: int) -> list[str]:
     """Return what the run does now, and where only Slurm can tell, what that says."""
     status = seen.status
     if seen.waiting is not None:
-        waits = _waits_word(seen)
-        rows = [_row(f"{waits} for {duration(max(0.0, now - seen.waiting.since))}  ", _after(seen))]
+        waits = waits_word(seen)
+        rows = [_row(f"{waits} for {duration(max(0.0, now - seen.waiting.since))}  ", after(seen))]
         rows += _wrapped("queue", words(seen.queued, now) if seen.queued is not None else "asking Slurm", width)
         if status is None and seen.waiting.log:
             rows += _wrapped("log", seen.waiting.log, width)
@@ -250,7 +259,7 @@ def _standing(seen: Glance, now: float, width: int) -> list[str]:
     if status is None:
         return ["no supervisor has worked on this run yet, or its status cannot be read"]
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
-    where = f"job {status.job_id}{restarts}, attempt {status.attempt}, {_launch(status)}"
+    where = f"job {status.job_id}{restarts}, attempt {status.attempt}, {launch_in_words(status)}"
     if status.exit_code is not None:
         meaning = next((each.meaning for each in ExitCode if each.value == status.exit_code), "")
         return [_row(f"ENDED ({status.exit_code}): {meaning}  ", where)]
@@ -265,14 +274,15 @@ def _standing(seen: Glance, now: float, width: int) -> list[str]:
     return [_row(f"{phase}  ", where)]
 
 
-def _waits_word(seen: Glance) -> str:
+def waits_word(seen: Glance) -> str:
+    """Say in a word how it stands with the job that a run waits for."""
     queued = seen.queued
     if queued is None or queued.error or is_pending(queued):
         return "PENDING"
     return "GONE" if is_gone(queued) else "STARTING"
 
 
-def _after(seen: Glance) -> str:
+def after(seen: Glance) -> str:
     """Say what the run waits for."""
     waiting, status = seen.waiting, seen.status
     assert waiting is not None, "the caller looks"
@@ -283,7 +293,7 @@ def _after(seen: Glance) -> str:
     return f"job {waiting.job} is requeued after attempt {status.attempt}"
 
 
-def _launch(status: Status) -> str:
+def launch_in_words(status: Status) -> str:
     """Return the newest launch that was started; the number of one that is prepared is nobody's yet."""
     if not status.launched:
         return "no launch yet"
@@ -317,7 +327,8 @@ def _step(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
     return rows
 
 
-def _saved(seen: Glance, now: float) -> str:
+def saved(seen: Glance, now: float) -> str:
+    """Say what the newest checkpoint is, and how old."""
     status = seen.status
     if status is None or status.checkpoint_step is None:
         return "no checkpoint yet"
@@ -367,8 +378,8 @@ def line(seen: Glance, now: float) -> str:
     status = seen.status
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     if seen.waiting is not None:
-        said = words(seen.queued, now) if seen.queued is not None else _after(seen)
-        return clean(f"{at}  {_waits_word(seen).lower()}  {said}")
+        said = words(seen.queued, now) if seen.queued is not None else after(seen)
+        return clean(f"{at}  {waits_word(seen).lower()}  {said}")
     if status is None:
         return f"{at}  no status yet"
     where = f"{status.attempt}.{status.launch}" if status.launched else f"{status.attempt}"

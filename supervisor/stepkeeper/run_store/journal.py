@@ -108,10 +108,11 @@ def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
     with file:
         for data in lines.backwards(file) if newest_first else lines.forwards(file):
             if data:  # a writer that closes a torn line may leave an empty one
-                yield Line(_decode(data), data)
+                yield Line(decode(data), data)
 
 
-def _decode(data: bytes) -> Record | None:
+def decode(data: bytes) -> Record | None:
+    """Return the record of a line; None where the line is torn, empty, or of a newer version."""
     try:
         data = old_names.translate(data)
         record = _decoder.decode(data)

@@ -6,6 +6,7 @@ what is passed over has a limit too, since a file of a terabyte without a line e
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import math
@@ -67,6 +68,57 @@ def backwards(file: BinaryIO) -> Iterator[bytes]:
             passed_over = _pass_over(file, passed_over + len(whole) - len(tail))
     if tail or not is_first:
         yield tail
+
+
+class Growing:
+    """A file of lines that somebody appends to: each look takes the lines that it has got since the one before.
+
+    A line without its end is still being written, and belongs to the next look.  A file that was replaced or cut off
+    is read anew from its start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None  # device and inode of the file that was read
+        self._at = 0  # where the next line begins
+        self._passed_over = 0
+
+    @contextlib.contextmanager
+    def look(self) -> Iterator[tuple[bool, Iterator[bytes]]]:
+        """Give whether the file is another one than before, so that what was taken counts no more; and its new lines.
+
+        A missing file has no lines.
+
+        Raises:
+            OSError: it is there and cannot be read, or holds next to no line.
+        """
+        try:
+            file = open_plain(self._path, within=self._path.parent)
+        except FileNotFoundError:
+            another, self._file = self._file is not None, None
+            yield another, iter(())
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            same = self._file == (found.st_dev, found.st_ino) and found.st_size >= self._at
+            another = self._file is not None and not same
+            if not same:
+                self._file, self._at, self._passed_over = (found.st_dev, found.st_ino), 0, 0
+            yield another, self._lines(file)
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(self._at)
+        while line := file.readline(LINE_BYTES_MAX):
+            rest, length = line, len(line)
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(LINE_BYTES_MAX)
+                length += len(rest)
+                _pass_over(file, self._passed_over + length - len(line))
+            if not rest:
+                return
+            self._passed_over += length - len(line)
+            self._at += length
+            yield line.removesuffix(b"\n")
 
 
 def _pass_over(file: BinaryIO, count: int) -> int:

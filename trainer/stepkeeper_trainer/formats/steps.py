@@ -33,6 +33,7 @@ __all__ = [  # with what a caller of this module needs besides
     "StepDirectory",
     "Verdict",
     "current_lineage",
+    "entries",
     "list_steps",
     "look_again",
     "newest_verified",
@@ -77,18 +78,26 @@ def open_step(path: Path, *, within: Path | None = None) -> StepDirectory:
     return StepDirectory(path, manifest.step, manifest, None)
 
 
+def entries(checkpoints: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a directory whose names say that they are step directories, in no order.
+
+    Raises:
+        OSError: the directory is there and cannot be listed.  A missing one has none.
+    """
+    try:
+        with os.scandir(checkpoints) as found:
+            return [e for e in found if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
 def list_steps(checkpoints: Path) -> list[StepDirectory]:
     """Return all step directories, newest first (by step, then by time of creation).
 
     Raises:
         OSError: the directory is there and cannot be listed.  A missing one is an empty list.
     """
-    try:
-        with os.scandir(checkpoints) as entries:
-            found = [e for e in entries if parse_step_name(e.name) is not None and e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    steps = [open_step(checkpoints / entry.name, within=checkpoints) for entry in found]
+    steps = [open_step(checkpoints / entry.name, within=checkpoints) for entry in entries(checkpoints)]
     return sorted(steps, key=lambda s: (s.step, s.manifest.created_at if s.manifest else "", s.path.name), reverse=True)
 
 

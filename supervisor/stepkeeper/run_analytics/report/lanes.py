@@ -84,6 +84,12 @@ def instant(at: int, *, day: bool = True) -> str:
     return whole if day else whole.partition(" ")[2]
 
 
+def when(at: int) -> str:
+    """Return an instant for a cell, in two lines where a screen is narrow."""
+    day, _, clock = instant(at).partition(" ")
+    return f"<time><span>{text(day)}</span> <span>{text(clock)}</span></time>"
+
+
 def zone() -> str:
     """Return the name of that time zone."""
     return time.strftime("%Z (UTC%z)")
@@ -93,15 +99,17 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: froz
     """Return a table of cells that are HTML already."""
 
     def cells(tag: str, row: tuple[str, ...]) -> str:
-        return "".join(f"<{tag}{' class=r' if index in right else ''}>{cell}</{tag}>" for index, cell in enumerate(row))
+        kind = f"{tag} scope=col" if tag == "th" else tag
+        return "".join(
+            f"<{kind}{' class=r' if index in right else ''}>{cell}</{tag}>" for index, cell in enumerate(row)
+        )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 WIDTH = 1000  # units of a lane
-EXACT_MAX = 600  # spans that are drawn as they are; more are drawn as shares of columns
-COLUMNS = 500
+COLUMNS = 500  # that spans are drawn in as shares, where there are many more of them
 LANES_MAX = 24
 MARKS_MAX = 400
 NAMES_SHOWN = 3
@@ -119,9 +127,10 @@ ORDER = (
 
 
 class Scale:
-    """Instants -> places."""
+    """Instants -> places, of which so many columns can be told apart."""
 
-    def __init__(self, seen: Timeline) -> None:
+    def __init__(self, seen: Timeline, columns: int = COLUMNS) -> None:
+        self.columns = columns
         self.begin = seen.began
         self.length = max(1, seen.until - seen.began)
 
@@ -148,9 +157,9 @@ def _since(seconds: int) -> str:
     return f"+{seconds} s" if seconds else "0"
 
 
-def timeline(seen: Timeline) -> str:
-    """Return the lanes."""
-    scale = Scale(seen)
+def timeline(seen: Timeline, columns: int = COLUMNS) -> str:
+    """Return the lanes, drawn as finely as so many columns."""
+    scale = Scale(seen, columns)
     axis = "".join(f"<span style='left:{at:.2f}%'>{text(word)}</span>" for at, word in scale.ticks() if at < 97)  # noqa: PLR2004
     lanes = [_lane("the run", _uses(seen.spans, scale), css="tall"), _lane("ends", _ends(seen, scale), css="marks")]
     groups = _groups(seen.attempts)
@@ -166,7 +175,8 @@ def _lane(label: str, drawn: str, *, css: str = "", hint: str = "") -> str:
     title = f' title="{text(hint)}"' if hint else ""
     return (
         f"<div class=label{title}>{text(label)}</div>"
-        f'<svg class="lane {css}" viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" role="img">{drawn}</svg>'
+        f'<svg class="lane {css}" viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="{text(label)}">{drawn}</svg>'
     )
 
 
@@ -174,7 +184,7 @@ def _lane(label: str, drawn: str, *, css: str = "", hint: str = "") -> str:
 
 
 def _uses(spans: Sequence[Span], scale: Scale) -> str:
-    if len(spans) <= EXACT_MAX:
+    if len(spans) <= scale.columns:
         return "".join(_span(span, scale) for span in spans)
     return "".join(_columns(spans, scale))
 
@@ -196,11 +206,12 @@ def _rect(begin: float, end: float, css: str, said: str, *, y: float = 0, height
 
 def _columns(spans: Sequence[Span], scale: Scale) -> Iterable[str]:
     """Yield columns of equal width, each divided by what its time went into: nothing short is lost."""
-    width = scale.length / COLUMNS
-    spent: list[dict[Use, float]] = [{} for _ in range(COLUMNS)]
+    columns = scale.columns
+    width = scale.length / columns
+    spent: list[dict[Use, float]] = [{} for _ in range(columns)]
     for span in spans:
-        first = min(COLUMNS - 1, int((span.begin - scale.begin) / width))
-        last = min(COLUMNS - 1, int((span.end - scale.begin) / width))
+        first = min(columns - 1, int((span.begin - scale.begin) / width))
+        last = min(columns - 1, int((span.end - scale.begin) / width))
         for column in range(first, last + 1):
             left, right = scale.begin + column * width, scale.begin + (column + 1) * width
             part = min(span.end, right) - max(span.begin, left)
@@ -215,8 +226,8 @@ def _columns(spans: Sequence[Span], scale: Scale) -> Iterable[str]:
         for use in reversed(ORDER):
             height = 10 * uses.get(use, 0.0) / whole
             if height:
-                left = column * WIDTH / COLUMNS
-                yield _rect(left, left + WIDTH / COLUMNS, f"u-{use.value}", said, y=y, height=height)
+                left = column * WIDTH / columns
+                yield _rect(left, left + WIDTH / columns, f"u-{use.value}", said, y=y, height=height)
             y += height
 
 
@@ -230,7 +241,8 @@ def ends_of(seen: Timeline) -> list[Launch]:
 
 def _ends(seen: Timeline, scale: Scale) -> str:
     ended = ends_of(seen)
-    shown = ended if len(ended) <= MARKS_MAX else [ended[i * len(ended) // MARKS_MAX] for i in range(MARKS_MAX)]
+    most = min(MARKS_MAX, scale.columns)
+    shown = ended if len(ended) <= most else [ended[i * len(ended) // most] for i in range(most)]
     out = []
     for launch in shown:
         x = scale.x(ended_at(launch, seen))
@@ -314,7 +326,7 @@ def _stretches(did: Did, seen: Timeline, scale: Scale) -> str:
                 continue
             until = launch.ended if launch.ended is not None else attempt.ended
             begin, end = scale.x(launch.began), scale.x(max(launch.began, until))
-            if merged and merged[-1].what == what and begin - merged[-1].end < WIDTH / COLUMNS:
+            if merged and merged[-1].what == what and begin - merged[-1].end < WIDTH / scale.columns:
                 merged[-1].end, merged[-1].last = end, launch.name
             else:
                 merged.append(_Stretch(begin, end, what, launch.name, launch.name))

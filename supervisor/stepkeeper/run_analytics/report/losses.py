@@ -21,7 +21,6 @@ RATE_HEIGHT = 80
 COLUMNS = 1000
 MARKS_MAX = 300
 RESUMES_TALL_MAX = 40
-LOST_LAUNCHES_MAX = 300
 OUTLIER = 4.0  # a peak that is so many spreads above the rest is cut off, and marked
 QUANTILE = 0.995
 SAMPLES = 20_000  # values that the scale is made from
@@ -41,15 +40,18 @@ class Curve(msgspec.Struct, frozen=True):
     last: int
 
 
-def curve(seen: Timeline) -> Curve | None:
-    """Choose the points; None where no step has a loss."""
+def curve(seen: Timeline, columns: int = COLUMNS) -> Curve | None:
+    """Choose the points; None where no step has a loss.
+
+    Of the steps that count, of their learning rate, and of those that were done again, there are four a column at most.
+    """
     limits = seen.kept_until
     launches = [(each, seen.rows[each.attempt, each.number]) for each in seen.launches() if _rows(seen, each)]
     if not launches:
         return None
     first = min(rows.step[0] for _, rows in launches)
     last = max(max(rows.step[0], rows.step[-1]) for _, rows in launches)
-    width = max(1, (last - first + COLUMNS) // COLUMNS)
+    width = max(1, (last - first + columns) // columns)
     kept: list[Point] = []
     rate: list[Point] = []
     lost: list[list[Point]] = []
@@ -69,7 +71,20 @@ def curve(seen: Timeline) -> Curve | None:
         strange += _strange(rows, MARKS_MAX - len(strange))
     if not kept and not any(lost):
         return None
-    return Curve(kept, rate, lost[-LOST_LAUNCHES_MAX:], resumes, strange, first, max(last, first + 1))
+    kept, rate = (_thin_again(points, width, first) for points in (kept, rate))
+    lost = _newest(lost, 4 * columns)
+    return Curve(kept, rate, lost, resumes, strange, first, max(last, first + 1))
+
+
+def _newest(found: list[list[Point]], most: int) -> list[list[Point]]:
+    """Return the newest lines that have no more than so many points together, and the newest one in any case."""
+    shown: list[list[Point]] = []
+    for points in reversed(found):
+        most -= len(points)
+        if most < 0 and shown:
+            break
+        shown.append(points)
+    return shown[::-1]
 
 
 def _rows(seen: Timeline, launch: Launch) -> Rows | None:
@@ -106,6 +121,11 @@ def _thin(  # noqa: PLR0917 - one value each
             column, points = at, []
         points.append((step, value))
     yield from _four(points)
+
+
+def _thin_again(points: list[Point], width: int, origin: int) -> list[Point]:
+    """Join the columns that launches share, of which there may be thousands."""
+    return list(_thin([step for step, _ in points], [value for _, value in points], width, origin, -math.inf, math.inf))
 
 
 def _four(points: list[Point]) -> list[Point]:

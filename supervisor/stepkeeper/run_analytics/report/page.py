@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +19,18 @@ from stepkeeper.diagnosis import rules
 from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import lanes, losses
-from stepkeeper.run_analytics.report.lanes import count, hours, instant, percent, share, table, text, unit_hours, zone
+from stepkeeper.run_analytics.report.lanes import (
+    count,
+    hours,
+    instant,
+    percent,
+    share,
+    table,
+    text,
+    unit_hours,
+    when,
+    zone,
+)
 from stepkeeper.run_analytics.timeline import Standing, Timeline
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
@@ -70,12 +82,16 @@ def _again(seen: Timeline, path: str) -> Advice:
 
 
 def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:
-    usable = [each for each in found if not _OUT.intersection(each.states)]
-    return usable[-1] if usable else None
+    return next((each for each in reversed(found) if is_usable(each)), None)
+
+
+def is_usable(found: Checkpoint) -> bool:
+    """Tell whether a next launch may start from it."""
+    return not _OUT.intersection(found.states)
 
 
 COMMAND_MAX = 4_000  # characters of a command line
-ROWS_MAX = 60  # of each table: the newest; what is left out is counted
+LIVE_SCRIPT = "live.js"  # asks for what has changed
 NORMAL = {COMMITTED, VERIFIED}
 _STATE_CLASSES = {COMMITTED: "committed"}  # of CSS, where the word itself is none
 _WORDS = {
@@ -98,23 +114,60 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     started: list[Started] = []  # what each attempt was started with
 
 
+class Detail(NamedTuple):
+    """How much a page shows."""
+
+    columns: int = lanes.COLUMNS  # of the timeline
+    losses: int = losses.COLUMNS  # columns of the loss curve
+    rows: int = 60  # of each table: the newest; what is left out is counted
+
+
 def page(seen: Timeline, about: About) -> str:
     """Return the whole document."""
-    style, script = _asset("page.css"), _asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    sections = [_headline(seen, about), _going_on(seen, about), _spent(seen), _timeline(seen), _losses(seen)]
-    sections += [_failures(seen), _checkpoints(seen), _started(about), _incidents(seen), _definitions(seen)]
-    body = "\n".join(sections)
+    body = "\n".join((_headline(seen, about), *sections(seen, about).values()))
+    return document(about, body, scripts=("page.js",), footer=f"made {instant(about.made_at)} {text(zone())}")
+
+
+def sections(seen: Timeline, about: About, detail: Detail | None = None) -> dict[str, str]:
+    """Return the parts below the headline by name, in their order; one that has nothing to say is empty."""
+    detail = detail or Detail()
+    return {
+        "going-on": _going_on(seen, about),
+        "spent": _spent(seen),
+        "timeline": _timeline(seen, detail),
+        "loss": _losses(seen, detail),
+        "failures": _failures(seen, detail),
+        "checkpoints": _checkpoints(seen, detail),
+        "started": _started(about, detail),
+        "incidents": _incidents(seen, detail),
+        "definitions": _definitions(seen),
+    }
+
+
+def document(about: About, body: str, *, scripts: Sequence[str], footer: str) -> str:
+    """Return a page that runs these scripts of ours, and needs nothing else."""
+    sources = [_asset(name) for name in scripts]
+    tags = "".join(f"<script>{source}</script>" for source in sources)
+    icon = '<link rel=icon href="data:,">' if LIVE_SCRIPT in scripts else ""  # else a browser asks the server for one
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts)}">'
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{text(about.name)} – Stepkeeper</title><style>{style}</style></head>\n"  # noqa: RUF001
+        f"<title>{text(about.name)} – Stepkeeper</title>{icon}<style>{_asset('page.css')}</style></head>\n"  # noqa: RUF001
         f"<body><main>{body}</main>"
-        f"<footer>Stepkeeper {text(about.version)} · made {instant(about.made_at)} {text(zone())} · "
-        f"<code>{text(about.path)}</code></footer><script>{script}</script></body></html>\n"
+        f"<footer>Stepkeeper {text(about.version)} · {footer} · "
+        f"<code>{text(about.path)}</code></footer>{tags}</body></html>\n"
     )
+
+
+def policy(scripts: Sequence[str]) -> str:
+    """Return the content security policy of a page that runs these scripts, and asks its own server only."""
+    digests = (base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode() for name in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    sources = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    if LIVE_SCRIPT in scripts:
+        sources += "; connect-src 'self'; img-src data:"
+    return f"{sources}; base-uri 'none'; form-action 'none'"
 
 
 def _asset(name: str) -> str:
@@ -122,27 +175,39 @@ def _asset(name: str) -> str:
 
 
 def _headline(seen: Timeline, about: About) -> str:
+    facts = [
+        ("step", "–" if seen.step is None else f"{seen.step:,}", _loss_and_tokens(seen)),  # noqa: RUF001
+        *figures(seen),
+    ]
+    span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
+    return (
+        f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
+        f"<p>{text(_sentence(seen))} <span class=quiet>{span}</span></p></header>{cards(facts)}"
+    )
+
+
+def figures(seen: Timeline) -> list[tuple[str, str, str]]:
+    """Return the figures of the whole run: name, value, what it means."""
     accounts = seen.accounts
     launches = sum(1 for _ in seen.launches())
     lost = accounts.wall[Use.LOST]
     each, unit = _unit(seen)
-    facts = [
-        ("step", "–" if seen.step is None else f"{seen.step:,}", _loss_and_tokens(seen)),  # noqa: RUF001
+    return [
         ("ETTR", percent(accounts.ettr), "of the time became progress"),
         ("goodput", percent(accounts.goodput), f"of the {unit} became progress"),
         ("steps done again", f"{seen.steps_lost:,}", f"{hours(lost)} of training lost"),
         ("launches", f"{launches:,}", f"in {len(seen.attempts):,} attempt{'s' * (len(seen.attempts) != 1)}"),
         ("time", hours(accounts.wall_total), f"{unit_hours(each * accounts.node_total)} {unit}"),
     ]
-    cards = "".join(
-        f"<div class=card><span>{name}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
+
+
+def cards(facts: Sequence[tuple[str, str, str]]) -> str:
+    """Return figures as cards."""
+    shown = "".join(
+        f"<div class=card><span>{text(name)}</span><b>{text(value)}</b><small>{text(note)}</small></div>"
         for name, value, note in facts
     )
-    span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
-    return (
-        f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
-        f"<p>{text(_sentence(seen))} <span class=quiet>{span}</span></p></header><div class=cards>{cards}</div>"
-    )
+    return f"<div class=cards>{shown}</div>"
 
 
 def _sentence(seen: Timeline) -> str:
@@ -161,7 +226,7 @@ def _going_on(seen: Timeline, about: About) -> str:
         return ""
     why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""
     items = "".join(f"<li>{text(each.say)}{_typed(each)}</li>" for each in said)
-    return _section("How to go on", f"{why}<ol>{items}</ol>")
+    return section("How to go on", f"{why}<ol>{items}</ol>")
 
 
 def _typed(each: Advice) -> str:
@@ -202,9 +267,9 @@ def _spent(seen: Timeline) -> str:
     ]
     whole = unit_hours(each * accounts.node_total)
     rows.append(("<b>all</b>", hours(accounts.wall_total), "100 %", whole, "100 %", ""))
-    head = ("", "time", "share", unit, "share", "")
+    head = ("use", "time", "share", unit, "share", "<span class=aside>what is counted</span>")
     body = f"<div class=bar>{bar}</div>{table(head, rows, right=frozenset((1, 2, 3, 4)))}"
-    return _section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
+    return section("Where the time went", body if seen.spans else "<p>Nowhere yet.</p>")
 
 
 def _part(use: Use, length: int, whole: int) -> str:
@@ -212,39 +277,39 @@ def _part(use: Use, length: int, whole: int) -> str:
     return f'<i class="u-{use.value}" style="flex:{length}" tabindex=0 data-t="{said}"></i>'
 
 
-def _timeline(seen: Timeline) -> str:
+def _timeline(seen: Timeline, detail: Detail) -> str:
     if not seen.spans:
         return ""
     note = (
         f"<p class=note>Time since the first attempt began, {instant(seen.began)}. Point at anything to learn more.</p>"
     )
-    return _section("Timeline", note + lanes.timeline(seen))
+    return section("Timeline", note + lanes.timeline(seen, detail.columns))
 
 
-def _losses(seen: Timeline) -> str:
-    found = losses.curve(seen)
+def _losses(seen: Timeline, detail: Detail) -> str:
+    found = losses.curve(seen, detail.losses)
     if found is None:
-        return _section("Loss", "<p>No step with a loss was reported.</p>")
+        return section("Loss", "<p>No step with a loss was reported.</p>")
     source = "the journal, about one step a minute" if seen.coarse else "metrics.csv"
     words = [("kept", "counts"), ("lost", "done again"), ("resume", "a launch resumed")]
     words += [("peak", "beyond the scale, or no number")] if found.strange or losses.peaks(found) else []
     words += [("rate", "learning rate, below")] if any(rate > 0 for _, rate in found.rate) else []
     key = " ".join(f"<span class=key><i class='line {name}'></i>{word}</span>" for name, word in words)
     note = f"Over steps, from {source}; every column keeps its least and greatest value. {key}"
-    return _section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
+    return section("Loss", f"<p class=note>{note}</p>{losses.picture(found)}")
 
 
-def _failures(seen: Timeline) -> str:
+def _failures(seen: Timeline, detail: Detail) -> str:
     ended = lanes.ends_of(seen)
     if not ended:
         return ""
     counts = Counter(launch.ending.value for launch in ended)
     summary = ", ".join(f"{what} {count:,}" for what, count in counts.most_common())
-    shown = ended[-ROWS_MAX:]
+    shown = ended[-detail.rows :]
     rows = [_failure(launch, seen) for launch in reversed(shown)]
     head = ("launch", "ended", "by", "why", "decided", "steps", "redone")
     body = f"<p class=note>{text(summary)}.{_left_out(len(ended) - len(shown))}</p>"
-    return _section("How launches ended", body + table(head, rows, right=frozenset((5, 6))))
+    return section("How launches ended", body + table(head, rows, right=frozenset((5, 6))))
 
 
 def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
@@ -256,7 +321,7 @@ def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
         why += f"<small>verdict: <b>{text(launch.cause)}</b> {text(launch.evidence)}</small>"
     return (
         launch.name,
-        f"<time>{instant(lanes.ended_at(launch, seen))}</time>",
+        when(lanes.ended_at(launch, seen)),
         f"<em class=e-{launch.ending.name.lower()}>{launch.ending.value}</em>",
         why,
         f"<div class=phrase>{text(launch.decided or '–')}</div>",  # noqa: RUF001
@@ -265,29 +330,27 @@ def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
     )
 
 
-def _checkpoints(seen: Timeline) -> str:
+def _checkpoints(seen: Timeline, detail: Detail) -> str:
     found = seen.checkpoints
     if not found:
-        return _section("Checkpoints", "<p>None yet.</p>")
+        return section("Checkpoints", "<p>None yet.</p>")
     counts = Counter(state for each in found for state in each.states)
     summary = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
-    special = [each for each in found if set(each.states) - NORMAL - {"pruned"} or each.resumed][-ROWS_MAX:]
-    newest = found[-ROWS_MAX // 3 :]
+    special = [each for each in found if set(each.states) - NORMAL - {"pruned"} or each.resumed][-detail.rows :]
+    newest = found[-detail.rows // 3 :]
     shown = sorted({id(each): each for each in (*special, *newest)}.values(), key=lambda each: -each.step)
     rows = [_checkpoint(each) for each in shown]
     head = ("step", "committed", "took", "size", "state", "resumed", "directory")
     body = f"<p class=note>{summary}.{_left_out(len(found) - len(shown))}</p>"
-    return _section("Checkpoints", body + table(head, rows, right=frozenset((0, 2, 3, 5))))
+    return section("Checkpoints", body + table(head, rows, right=frozenset((0, 2, 3, 5))))
 
 
 def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
-    states = "".join(
-        f"<em class='c-{_STATE_CLASSES.get(state, state.replace(' ', '-'))}'>{state}</em>" for state in each.states
-    )
+    states = state_words(each.states)
     problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
     return (
         f"{each.step:,}",
-        f"<time>{instant(each.at)}</time>" if each.at is not None else "–",  # noqa: RUF001
+        when(each.at) if each.at is not None else "–",  # noqa: RUF001
         hours(round(each.seconds * SECOND)) if each.seconds else "",
         size(each.bytes) if each.bytes else "",
         states + ("<em>emergency</em>" if each.emergency else "") + problem,
@@ -296,11 +359,18 @@ def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
     )
 
 
-def _started(about: About) -> str:
+def state_words(states: Sequence[str]) -> str:
+    """Return the states of a step directory, each in its colour."""
+    return "".join(
+        f"<em class='c-{_STATE_CLASSES.get(state, state.replace(' ', '-'))}'>{state}</em>" for state in states
+    )
+
+
+def _started(about: About, detail: Detail) -> str:
     """Show what each attempt was started with; those that were started alike stand in one row."""
     if not about.started:
         return ""
-    shown = about.started[-ROWS_MAX:]
+    shown = about.started[-detail.rows :]
     rows = [
         (
             str(each.first) if each.first == each.last else f"{each.first} to {each.last}",
@@ -313,17 +383,17 @@ def _started(about: About) -> str:
     ]
     head = ("attempts", "command", "code", "Stepkeeper", "settings that are not the defaults")
     note = f"<p class=note>{_left_out(len(about.started) - len(shown))}</p>" if len(shown) < len(about.started) else ""
-    return _section("What ran", note + table(head, rows))
+    return section("What ran", note + table(head, rows))
 
 
-def _incidents(seen: Timeline) -> str:
+def _incidents(seen: Timeline, detail: Detail) -> str:
     found = seen.incidents
     if not found:
-        return _section("Incidents", "<p>No fault of a node, no failed save, no damaged step directory.</p>")
-    shown = found[-ROWS_MAX:]
+        return section("Incidents", "<p>No fault of a node, no failed save, no damaged step directory.</p>")
+    shown = found[-detail.rows :]
     rows = [
         (
-            f"<time>{instant(each.at)}</time>",
+            when(each.at),
             f"{each.attempt}.{each.launch}" if each.launch is not None else str(each.attempt),
             text(each.kind),
             text(each.node),
@@ -335,7 +405,7 @@ def _incidents(seen: Timeline) -> str:
     counts = Counter(each.kind for each in found)
     summary = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
     body = f"<p class=note>{text(summary)}.{_left_out(len(found) - len(shown) + seen.incidents_left_out)}</p>"
-    return _section("Incidents", body + table(("when", "launch", "kind", "node", "what", "decided"), rows))
+    return section("Incidents", body + table(("when", "launch", "kind", "node", "what", "decided"), rows))
 
 
 def _left_out(count: int) -> str:
@@ -355,5 +425,6 @@ def _definitions(seen: Timeline) -> str:
     )
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """Return a part of the page below its heading."""
     return f"<section><h2>{title}</h2>{body}</section>"

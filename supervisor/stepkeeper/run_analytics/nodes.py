@@ -1,0 +1,156 @@
+"""What the journal tells of each node of the newest attempt, and of the ranks there.  Pure.
+
+The journal names ranks where they matter: those that ended, and the slowest of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from stepkeeper.core import effects as do
+from stepkeeper.core import events as on
+from stepkeeper.run_store.journal import Record, epoch_of
+
+ENDED_RANKS_MAX = 8  # of a node that are named; the others are counted
+
+
+class NodeState(StrEnum):
+    """What a node does now.  The first that holds counts."""
+
+    LEFT = "left"
+    UNFIT = "not fit"
+    LOST_WATCHER = "no watcher"
+    RANKS_ENDED = "ranks ended"
+    SLOW = "slow"
+    IN_USE = "in use"
+    SPARE = "spare"
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """One node of the attempt."""
+
+    name: str
+    state: NodeState = NodeState.IN_USE
+    why: str = ""
+    step_seconds: float | None = None  # of its own work for a step, without waiting for others
+    slowest_rank: int | None = None
+    ended: dict[int, str] = {}  # rank -> how it ended, of the newest launch
+
+
+class Nodes:
+    """Takes the records of a journal, oldest first; an attempt that begins starts it anew."""
+
+    def __init__(self) -> None:
+        self._epoch: tuple[int, int] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._names: dict[str, None] = {}  # of the attempt, in their order
+        self._usable: frozenset[str] | None = None
+        self._launch: frozenset[str] = frozenset()  # the nodes of the newest launch
+        self._left: dict[str, str] = {}
+        self._unfit: dict[str, str] = {}
+        self._watcher_lost: dict[str, str] = {}
+        self._slow: dict[str, float] = {}
+        self._own: dict[str, float] = {}
+        self._slowest: dict[str, int] = {}
+        self._ended: dict[str, dict[int, str]] = {}
+
+    def take(self, record: Record) -> None:
+        """Take the next record.  The last words of a superseded attempt tell nothing of the newer one."""
+        epoch = epoch_of(record)
+        if self._epoch is not None and epoch < self._epoch:
+            return
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._begin()
+        if isinstance(record.event, on.AttemptStarted):
+            self._names = dict.fromkeys(record.event.nodes)
+        if record.nodes is not None:
+            self._names.update(dict.fromkeys(record.nodes))
+            self._usable = frozenset(record.nodes)
+        self._hear(record.event)
+        for effect in record.effects:
+            if isinstance(effect, do.StartLaunch):
+                self._launch = frozenset(effect.nodes or record.nodes or self._names)
+                self._ended, self._slow, self._own, self._slowest = {}, {}, {}, {}
+            if isinstance(effect, do.ReportSlowNode) and not effect.loading:
+                if effect.over:
+                    self._slow.pop(effect.node, None)
+                else:
+                    self._slow[effect.node] = effect.factor
+
+    def _hear(self, event: on.Event) -> None:
+        match event:
+            case on.NodeFaulted() if event.leave:
+                self._left[event.node] = f"{event.name}: {event.why}"
+            case on.NodesCleared() | on.NodesChecked():
+                for node in event.nodes:
+                    self._unfit.pop(node, None)
+                self._unfit.update({each.node: each.why for each in event.unfit})
+            case on.WatcherReady():
+                self._watcher_lost.pop(event.node, None)
+            case on.WatcherLost():
+                self._watcher_lost[event.node] = event.why
+            case on.RankExited():
+                how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
+                self._ended.setdefault(event.node, {})[event.rank] = how
+            case on.NodesPaced():
+                self._own = dict(event.own)
+                self._slowest = {node: rank for node, rank, _ in event.slowest}
+            case _:
+                pass  # it says nothing of one node
+
+    def told(self) -> list[Node]:
+        """Return the nodes: those that a person looks for first, then by name."""
+        order = list(NodeState)
+        found = [self._node(name) for name in self._names]
+        return sorted(found, key=lambda each: (order.index(each.state), each.name))
+
+    def _node(self, name: str) -> Node:
+        state, why = self._state(name)
+        return Node(
+            name=name,
+            state=state,
+            why=why,
+            step_seconds=self._own.get(name),
+            slowest_rank=self._slowest.get(name),
+            ended=self._ended.get(name, {}),
+        )
+
+    def _state(self, name: str) -> tuple[NodeState, str]:
+        if self._usable is not None and name not in self._usable:
+            return NodeState.LEFT, self._left.get(name) or self._unfit.get(name, "")
+        if name in self._unfit:
+            return NodeState.UNFIT, self._unfit[name]
+        if name in self._watcher_lost:
+            return NodeState.LOST_WATCHER, self._watcher_lost[name]
+        if ended := self._ended.get(name):
+            return NodeState.RANKS_ENDED, in_words(ended)
+        if name in self._slow:
+            return NodeState.SLOW, f"{self._slow[name]:.2f} times as long for a step as the others"
+        if self._launch and name not in self._launch:
+            return NodeState.SPARE, ""
+        return NodeState.IN_USE, ""
+
+
+def in_words(ended: dict[int, str]) -> str:
+    """Say how ranks ended.
+
+    >>> in_words({3: "signal 9", 1: "exit code 1"})
+    'rank 1: exit code 1, rank 3: signal 9'
+    """
+    shown = [f"rank {rank}: {how}" for rank, how in sorted(ended.items())[:ENDED_RANKS_MAX]]
+    more = len(ended) - len(shown)
+    return ", ".join([*shown, *([f"{more} more"] if more else [])])
+
+
+def count(found: Iterable[Node]) -> dict[NodeState, int]:
+    """Count nodes by their state, in the order of the states."""
+    counts = dict.fromkeys(NodeState, 0)
+    for node in found:
+        counts[node.state] += 1
+    return {state: number for state, number in counts.items() if number}

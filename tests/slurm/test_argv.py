@@ -15,6 +15,7 @@ from stepkeeper.frameworks.following import Following
 from stepkeeper.slurm.cmd import resume_argument, with_resume
 from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
 from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
+from stepkeeper.wrapper import rank_environment
 
 PYTHON = [sys.executable, "-I", "-S", os.path.abspath(wrapper.__file__)]
 STEP = (
@@ -182,3 +183,20 @@ def test_the_arguments_of_a_framework_stand_in_place_of_our_own(command, appende
 
     assert line[line.index("--") + 1 :] == expected
     assert launch_environment(what, resumed, {})["STEPKEEPER_RESUME_FROM"] == "/c/iter_0000007"
+
+
+def test_ranks_in_another_order_than_slurms_are_placed_by_a_host_file() -> None:
+    """Slurm 26.05 refuses `--nodes` beside it, and the nodes are those of the file."""
+    line = training_argv(("n4", "n2"), Geometry(tasks_per_node=2), "/l/%N.log", ("x",), in_slurms_order=False)
+
+    assert line[:3] == ["srun", "--ntasks=4", "--distribution=arbitrary"]
+    assert not any(word.startswith(("--nodes=", "--nodelist=")) for word in line)
+
+
+def test_the_number_of_a_node_follows_its_ranks() -> None:
+    """Slurm numbers the nodes of a host file in its own order; frameworks compute ranks from that number."""
+    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "6", "SLURM_STEP_NUM_NODES": "3"}
+    given = {**slurm, "SLURM_NODEID": "0", "SLURM_DISTRIBUTION": "arbitrary", "STEPKEEPER_TASKS_PER_NODE": "2"}
+
+    assert rank_environment(dict(given), agent=False)["SLURM_NODEID"] == "2"
+    assert rank_environment({**given, "SLURM_DISTRIBUTION": "block"}, agent=False)["SLURM_NODEID"] == "0"

@@ -92,6 +92,18 @@ DIRECTED = (
     ),
     Directed("lost nodes make room for faulty ones", (*LOST_BESIDE_A_FAULT, LOST_BESIDE_A_FAULT[-1])),
     Directed(
+        "a first look ends only what the next one would end",
+        (
+            *TRAINING[0],
+            *[
+                on.Progressed(at=0.2 * each, launch=0, step=1 + each, tokens=1, loss=1.0, step_seconds=0.2)
+                for each in range(1, 11)
+            ],
+            on.Tick(at=6.0),
+            on.StacksCollected(at=10.0, launch=0, moved=False, summary="rank 1 sleeps", sure_s=20.0),
+        ),
+    ),
+    Directed(
         "only a node that rested comes back",
         (*SHRUNK_AND_FAILED, on.CheckpointChosen(at=10.0, directory=None, step=None)),
         GROWING,

@@ -33,7 +33,7 @@ def test_a_preemption_far_from_the_end_of_a_step_loses_none(
     words = ("--steps=40", "--seed=7", "--checkpoint-every-steps=10", *SMALL)
     training.command = (str(training.python), str(script), place, str(step), *words)
     training.submit()
-    training.until((place_of(training) / "stands").exists, "the ranks stand")
+    training.until(lambda: len(list(place_of(training).glob("stands-*"))) == training.nodes, "all ranks stand")
     time.sleep(1)
 
     given_back_s = give_way(lab, training)

@@ -147,7 +147,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Modules that a warm standby imports too, with commas between (`transformers,datasets`); none may start CUDA."""
 
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
-    """Each node verifies step directories no faster than this; 0: no limit."""
+    """Each node verifies step directories no faster than this; 0: no limit. Nodes share a step directory that one of
+    them would read for 4 s or more, and any of 1 GiB or more."""
 
     metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
     """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector

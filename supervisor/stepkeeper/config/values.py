@@ -30,7 +30,7 @@ _READERS = {
 REMOVED = {
     "max_nodes": "set `spares` to the number of nodes that take no part",
     "pyslurm_python": 'write slurm_client = "pyslurm:PYTHON"',
-    "verify_shared_mib_min": "leave it out; from 1024 MiB on nodes verify together, or from what `verify_mib_per_s` lets one read in 4 s",
+    "verify_shared_mib_min": "leave it out; nodes share a step of 1 GiB, or one that `verify_mib_per_s` makes slow",
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
 } | {
     f"policy.{name}": f"leave it out; it is a constant since 0.2: {getattr(Limits(), name):g}"

@@ -47,14 +47,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """The limit of each reader, as `Reading` wants it."""
         return self.mib_per_s * MIB or None
 
+    @property
+    def shared_min(self) -> float:
+        """The size in bytes from which on nodes read a step directory together."""
+        mib = min(self.shared_mib_min, self.mib_per_s * ALONE_S) if self.mib_per_s else self.shared_mib_min
+        return mib * MIB
+
     def count_shares(self, size: int, readers: int) -> int:
         """Return in how many shares so many bytes are read; 1: by the supervisor alone."""
-        shared_min = self.shared_mib_min * MIB
-        if self.mib_per_s:
-            shared_min = min(shared_min, self.mib_per_s * MIB * ALONE_S)
-        if size < shared_min:
+        if size < self.shared_min:
             return 1
-        share_min = max(1, int(shared_min / SHARES_PER_READER))
+        share_min = max(1, int(self.shared_min / SHARES_PER_READER))
         return max(1, min(SHARES_PER_READER * min(readers, READERS_MAX), size // share_min))
 
 

@@ -16,7 +16,7 @@ from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
-from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown
+from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown, value_now
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
@@ -307,12 +307,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
 
     def policy(self) -> Policy:
-        """Return the policy of the attempt; the default one where nothing tells it.
+        """Return the policy of the attempt; the default one where the record has none.
 
-        What was a setting then and is a constant now has the value that it had.
+        What was a setting then and is a constant now has the value that it had.  A value of 0.1 has its name of today.
         """
         values = {
-            key.removeprefix(_POLICY): found.get("value")
+            key.removeprefix(_POLICY): value_now(key, found.get("value"))
             for key, found in self.settings.items()
             if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
         }

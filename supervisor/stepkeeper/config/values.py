@@ -30,11 +30,19 @@ _READERS = {
 REMOVED = {
     "max_nodes": "set `spares` to the number of nodes that take no part",
     "pyslurm_python": 'write slurm_client = "pyslurm:PYTHON"',
-    "verify_shared_mib_min": "leave it out; from 1024 MiB on nodes verify together, or from what `verify_mib_per_s` lets one read in 4 s",
+    "verify_shared_mib_min": (
+        "leave it out; from 1024 MiB on nodes verify together, or from what `verify_mib_per_s` lets one read in 4 s"
+    ),
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
 } | {
     f"policy.{name}": f"leave it out; it is a constant since 0.2: {getattr(Limits(), name):g}"
     for name in Limits.__struct_fields__
+}
+
+# Values of 0.1 that have another name, by setting.
+RENAMED_VALUES = {
+    key: {"tell": "report"}
+    for key in ("policy.loss_not_finite", "policy.loss_spike", "policy.replay_differs", "policy.slow_node")
 }
 
 
@@ -84,12 +92,25 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
             _refuse(setting, value, where)
     if isinstance(value, str) and (not value or not value.isprintable()):
         _refuse(setting, value, where)
+    if (now := value_now(setting.key, value)) != value:
+        raise StepkeeperError(
+            f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
+        )
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
     _refuse_no_row(setting, value, where)
     _refuse_unreadable(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
+
+
+def value_now(key: str, value: Any) -> Any:
+    """Return the name that a value has today, if 0.1 gave it another one.
+
+    >>> value_now("policy.loss_spike", "tell"), value_now("policy.loss_spike", "off"), value_now("run_dir", "tell")
+    ('report', 'off', 'tell')
+    """
+    return RENAMED_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
 def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:

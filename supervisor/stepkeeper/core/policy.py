@@ -253,23 +253,23 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     silent when the trainer library's first word takes ten times as long as in any launch of the run before."""
 
     loss_not_finite: str = "rollback"
-    """A loss that stays NaN or infinite: `off`, `tell` (in the log) or `rollback` (end the launch, go on from the
-    verified step before it; what then is said by `on_numerical`)."""
+    """What a loss that stays NaN or infinite leads to: `off`, `report` (a line in the log) or `rollback`.  A rollback
+    ends the launch; the next one resumes from the verified step before it, as `on_numerical` says."""
 
-    loss_spike: str = "tell"
-    """The same for a loss that jumps and stays up, after a resume too."""
+    loss_spike: str = "report"
+    """The same for a loss that jumps and stays up, also after a resume."""
 
     skip_data_steps: int = 0
     """After a rollback because a loss went wrong: leave out the data of so many steps from that step on (the sampler
     must be a GlobalSampler, or have its `skip`).  0: all data is taken again."""
 
-    replay_differs: str = "tell"
-    """Steps that are done again after a resume come to other losses than the first time, further than is usual: `tell`,
-    or `rollback` (end the launch and try once more from a verified step; what then is said by `on_numerical`)."""
+    replay_differs: str = "report"
+    """The ranks repeat steps after a resume, and the losses differ by more than is usual: `report` or `rollback`.  A
+    rollback ends the launch and tries once more from a verified step, as `on_numerical` says."""
 
-    slow_node: str = "tell"
-    """A node whose ranks work longer for a step than those of the other nodes, so that all wait for it: `tell` (log,
-    metrics, report), or `replace` (after the next checkpoint, by a spare of the allocation, where there is one)."""
+    slow_node: str = "report"
+    """A node whose ranks take longer for a step than those of the other nodes, which wait for them: `report` (log,
+    metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next checkpoint)."""
 
     on_exception: str = "relaunch, stop"
     """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:

@@ -163,7 +163,7 @@ def _told(record: journal.Record) -> Iterator[Announced]:
             who = f"{event.by or 'somebody'} asked to save and end (stepkeeper stop), {instant(at)}"
             yield Announced(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
     elif isinstance(said, because.SlurmSaid) and said.notice is Notice.TIME_LIMIT:
-        yield Announced(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
+        yield Announced(at, "limit-notice", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
     elif stops and not isinstance(said, because.SlurmSaid | because.SlurmUnreachable):
         yield Announced(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
 

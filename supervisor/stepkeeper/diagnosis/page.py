@@ -34,7 +34,7 @@ cause's row of the ladder (below).  A verdict of less confidence than {Limits().
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence, nor
 are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
-Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where
+Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-notice`, `left-on-purpose`; where
 the launch failed all the same, that only supports what else is known.
 An attempt that ended without a word is told by who had the job run again: Slurm itself, as it does where a node failed
 (`slurm-requeued-itself`), a watcher on another node than the supervisor's (`batch-node-gone`), or the one beside it,

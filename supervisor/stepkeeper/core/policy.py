@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seconds; one that a hung file system keeps for a minute holds the node for hours."""
 
     announce_within_s: float = 600.0
-    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first word of the
+    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first message of the
     trainer library; then the user is warned at once.  Imports from a shared file system take minutes; the
     warning ends nothing."""
 
@@ -114,7 +114,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""
 
     judge_within_s: float = 20.0
-    """Logs, exits and error files of a failed launch tell why it failed, while the next one is prepared; then its
+    """Logs, exits and error files of a failed launch show why it failed, while the next one is prepared; then its
     cause counts as unknown.  The end of each log is read, not all of it."""
 
     judged_from: float = 0.6
@@ -136,7 +136,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
 
     loss_words: int = 5
-    """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
+    """Progress messages in a row (at most one a second) until a wrong loss counts: single ones pass."""
 
     loss_sigmas: float = 8.0
     """A jump is so many times the usual spread of the loss's logarithm above its median.  Far out, because a
@@ -250,7 +250,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as
-    silent when the trainer library's first word takes ten times as long as in any launch of the run before."""
+    silent when the trainer library's first message takes ten times as long as in any launch of the run before."""
 
     loss_not_finite: str = "rollback"
     """What a loss that stays NaN or infinite leads to: `off`, `report` (a line in the log) or `rollback`.  A rollback

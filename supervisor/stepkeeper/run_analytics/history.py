@@ -405,6 +405,6 @@ class _Teller:
 
 def _greet(launch: Launch, event: on.RankHello) -> None:
     """A rank speaks; what it resumed from counts, where a tier had something newer."""
-    launch.heard = launch.all_tasks_started = True
+    launch.library_seen = launch.all_tasks_started = True
     if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
         launch.resumed_step, launch.resumed_from = event.resumed_step, ""

@@ -129,11 +129,11 @@ def _with_recovery(code: int, text: str, recovery_action: int | None, plain: Dec
         return plain  # what NVML says of a GPU that is gone, it said before
     advice = payload.recovery(recovery_action or payload.RECOVERY_NONE)
     if code == RECOVERY_CHANGED and not (row is not None and row.site):
-        told = payload.changed_recovery(text)
-        if told == payload.RECOVERY_NONE and advice is None:
+        wanted = payload.changed_recovery(text)
+        if wanted == payload.RECOVERY_NONE and advice is None:
             why = "the GPU's recovery action went back to none"
             return Decoded(action=Action.LOG, why=why, domain=_blamed(row))
-        from_text = payload.recovery(told or payload.RECOVERY_NONE)
+        from_text = payload.recovery(wanted or payload.RECOVERY_NONE)
         advice = max(
             (each for each in (from_text, advice) if each is not None),
             key=lambda each: each.action.severity,
@@ -200,7 +200,7 @@ def _without_text(code: int, row: Row | None) -> Decoded:
     mildest = payload.MILDEST.get(code)
     if row is None or row.site or mildest is None or mildest.severity >= plain.action.severity:
         return plain
-    why = f"{row.meaning}: the kernel's line, which tells more, may raise it"
+    why = f"{row.meaning}: the kernel's line, which says more, may raise it"
     return Decoded(action=mildest, why=why, domain=row.domain)
 
 
@@ -217,8 +217,8 @@ def _switch(report: Report, catalogue: Catalogue) -> Decoded:
     if word in ("non-fatal", "nonfatal"):
         return _fabric(Action.LOG, f"{what}: not fatal")
     if always:
-        return _fabric(Action.DRAIN_REBOOT, f"{what}: without a word on its severity, but always fatal")
-    return _fabric(Action.LOG, f"{what}: without a word on its severity")
+        return _fabric(Action.DRAIN_REBOOT, f"{what}: no severity given, but always fatal")
+    return _fabric(Action.LOG, f"{what}: no severity given")
 
 
 def _fabric(action: Action, why: str, *, certain: bool = False) -> Decoded:
@@ -243,7 +243,7 @@ def _instance(event: NvmlXid) -> str:
 # From what NVML says of GPUs to faults.  Pure.  Only a change, or the first reading, makes a fault.
 
 # During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a
-# GPU blocks for a minute too.  All of these end by themselves, and 119 has a line of its own that drains much sooner.
+# GPU blocks for a minute too.  All of these end without help, and 119 has a line of its own that drains much sooner.
 # So silence alone is believed only after a time that none of them takes.  The remedy is then that of 119, for it is
 # the same hang without its line: a reset, and a reboot where the hanging driver refuses that.
 STUCK_LOG_AFTER_S: Final = 60.0
@@ -342,7 +342,7 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
     errors = health.ecc_uncorrected or 0
     errors_before = before.ecc_uncorrected or 0 if before is not None else 0
     if errors > errors_before:  # a smaller number means that the GPU was reset
-        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would tell more"
+        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would say more"
         yield Decoded(action=Action.LOG, why=why)
 
 

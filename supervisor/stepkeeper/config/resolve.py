@@ -25,9 +25,9 @@ from stepkeeper.slurm.launch import KEPT
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.plain import read_plain
 
-# The `STEPKEEPER_*` variables: settings, what ranks are told, and nothing else.
+# The `STEPKEEPER_*` variables: settings, what ranks get, and nothing else.
 
-# What Stepkeeper tells ranks and watchers: a run that is started inside another one inherits it.
+# What Stepkeeper passes to ranks and watchers: a run that is started inside another one inherits it.
 TOLD = frozenset(
     VARIABLE_PREFIX + name
     for name in (
@@ -35,7 +35,7 @@ TOLD = frozenset(
         "STANDBY", "STANDBY_WORDS",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA", "ATTACHED", "ATTACH_PACKAGES",
-        "CONTINUES",  # what a job that was submitted in place of another is told
+        "CONTINUES",  # what a job that was submitted in place of another gets
     )
 )  # fmt: skip
 # What a site's environment module sets for any software; the training may want it, we do not.

@@ -26,7 +26,7 @@ replace = msgspec.structs.replace
 
 def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """Take in the loss of a step."""
-    if event.step_seconds is None:  # a sign of life between steps: its loss was heard before
+    if event.step_seconds is None:  # a sign of life between steps: its loss came before
         return Decision(state)
     losses, anomaly = observe(state.losses, event.step, math.nan if event.not_finite else event.loss, policy)
     state = replace(state, losses=losses)

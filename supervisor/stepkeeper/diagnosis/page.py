@@ -21,8 +21,8 @@ LEAD = f"""
 `happened`, `todo`, and what people read besides: `message` (what the program or Slurm said), `who` (rank, node,
 process, GPU, and `log`, the file and line), `last_lines` (the last error-like lines of that log, or its last lines),
 `next` (what Stepkeeper does next, by the settings of the run) and `confirm` (commands).  `otherwise` is the verdict
-without the strongest piece of evidence.  Of a run it names `run`, `attempt`, `launch`, `job_id`, `followed` (the launch after
-it) and `end` (how the newest attempt ended: `at`, `code`, `reason`).  RUN by the number of a job means the
+without the strongest piece of evidence.  Of a run it names `run`, `attempt`, `launch`, `job_id`, `followed` (the next
+launch) and `end` (how the newest attempt ended: `at`, `code`, `reason`).  RUN by the number of a job means the
 launches of that job, where several have worked on the run.
 
 The rules are data: `supervisor/stepkeeper/diagnosis/rules.toml`.  The logs that they are measured by are in

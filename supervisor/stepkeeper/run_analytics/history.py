@@ -83,8 +83,8 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.Tick() | on.WatcherReady() if _leaves_node(record):
             return Ending.NODE
         case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.reasons and launch.ending is Ending.RUNNING:
-            told = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
-            return Ending.STOPPED if told else Ending.RESTARTED  # `reasons` tell more
+            asked = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
+            return Ending.STOPPED if asked else Ending.RESTARTED  # `reasons` say more
         case _:
             return None
 
@@ -228,7 +228,7 @@ def name_of(directory: str) -> str:
 
 
 class History(msgspec.Struct, kw_only=True):
-    """What a journal tells, before the rows of the steps are known."""
+    """What a journal holds, before the rows of the steps are known."""
 
     attempts: list[Attempt] = msgspec.field(default_factory=list)
     incidents: Incidents = msgspec.field(default_factory=Incidents)
@@ -270,7 +270,7 @@ class _Teller:
             self.open[key] = attempt
         at = attempt.ended = max(attempt.ended, at)
         if attempt.said_end:
-            return  # nothing counts after its last word
+            return  # nothing counts after its final record
         self._notice_nodes(attempt, record, at)
         self._follow(attempt, record, at)
         self._phases(attempt, record, at)
@@ -354,7 +354,7 @@ class _Teller:
         self._end(launch, record)
         event = record.event
         if getattr(event, "launch", launch.number) != launch.number:
-            return  # a late word of an earlier one
+            return  # a late message of an earlier one
         match event:
             case on.LaunchBegan():
                 launch.all_tasks_started = True

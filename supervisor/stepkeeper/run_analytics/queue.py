@@ -54,7 +54,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(run: RunDirectory, status: Status | None) -> Waiting | None:
-    """Return what a run waits for: its newest job that has not said a word; None where one works on it, or it is over.
+    """Return what a run waits for: its newest job without a record; None where one works on it, or it is over.
 
     Raises:
         OSError: the run directory cannot be read.

@@ -27,20 +27,20 @@ LINES_BACK_MAX = 1_500  # of the journal, for a quick look
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
-    """Read everything that a run has written.  What is missing tells nothing; what is torn is passed over.
+    """Read everything that a run has written.  What is missing says nothing; what is torn is passed over.
 
     Args:
         run: the run directory.
-        now: Unix seconds, to tell a silent run from a running one; the clock's by default.
+        now: Unix seconds, to distinguish a silent run from a running one; the clock's by default.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
-    told = history.read_history(journal.read(run.journal))
-    _tell_rescues(run, told)
-    found = timeline.checkpoints(told, lineages.read(run.checkpoints), on_disk(run.checkpoints))
+    said = history.read_history(journal.read(run.journal))
+    _add_rescues(run, said)
+    found = timeline.checkpoints(said, lineages.read(run.checkpoints), on_disk(run.checkpoints))
     return timeline.build(
-        told,
+        said,
         model.read_rows(run.path / METRICS_NAME),
         found,
         updated_at=_updated_at(run),
@@ -97,12 +97,12 @@ def _changed_at(directory: Path) -> float:
         with os.scandir(directory) as entries:
             return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
     except OSError:
-        return 0.0  # what is wrong there is told as its problem
+        return 0.0  # what is wrong there is reported as its problem
 
 
-def _tell_rescues(run: RunDirectory, told: history.History) -> None:
-    """Say of attempts that ended without a word who requeued them."""
-    attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in told.attempts}
+def _add_rescues(run: RunDirectory, said: history.History) -> None:
+    """Say of attempts that ended without a final record who requeued them."""
+    attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in said.attempts}
     for rescue in lease.read_rescues(run.path):
         attempt = attempts.get((rescue.job_id, rescue.restart_count))
         if attempt is None or attempt.said_end:
@@ -111,7 +111,7 @@ def _tell_rescues(run: RunDirectory, told: history.History) -> None:
         launch = attempt.launches[-1] if attempt.launches else None
         if launch is not None:
             launch.decided = decided  # whatever was decided before, nobody was left to do it
-        told.incidents.found.append(
+        said.incidents.found.append(
             Incident(
                 at=micro(rescue.at),
                 attempt=attempt.number,
@@ -122,14 +122,14 @@ def _tell_rescues(run: RunDirectory, told: history.History) -> None:
                 node=rescue.node,
             )
         )
-    told.incidents.found.sort(key=lambda each: each.at)
+    said.incidents.found.sort(key=lambda each: each.at)
 
 
 def _updated_at(run: RunDirectory) -> int | None:
     try:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
-        return None  # a status that is none tells nothing; the journal counts
+        return None  # a status that is none says nothing; the journal counts
     return micro(status_file.heard_at(status)) if status is not None else None
 
 
@@ -147,7 +147,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     commit: str = ""
     changed: bool = False  # besides the commit, what is not committed ran too
     directory: str = ""  # of the git working tree
-    unknown: str = ""  # why git did not tell
+    unknown: str = ""  # why git did not say
     scripts: dict[str, str] = {}  # files of the command line, with their digests
     stepkeeper: str = ""  # its version
     settings: dict[str, str] = {}  # those that are not the defaults

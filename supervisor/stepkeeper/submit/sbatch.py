@@ -101,7 +101,7 @@ def program() -> tuple[str, ...]:
 
 
 def notice_s(wanted: Wanted) -> int:
-    """Return how long before the time limit the supervisor gets its signal: long enough for two saves, if it is known."""
+    """Return how long before the time limit the supervisor gets its signal: enough for two saves, if that is known."""
     if wanted.notice_s is not None:
         return wanted.notice_s
     if wanted.save_s is None:

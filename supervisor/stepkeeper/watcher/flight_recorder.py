@@ -35,7 +35,7 @@ class FlightRecorderRequest:
     """One request to the ranks of a node."""
 
     def __init__(self, directory: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
-        """Ask every rank that can tell.
+        """Ask every rank that can answer.
 
         Args:
             directory: the logs of the launch.

@@ -142,8 +142,8 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
-    heard = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
-    if before.settled and (incident.action is not before.action or heard or _still_there(before, fault, policy)):
+    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
+    if before.settled and (incident.action is not before.action or agreed_later or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
     if not says_more(before, incident):

@@ -263,8 +263,9 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
     if health.lost:  # nothing else that is said of it can be trusted
         if before is not None and before.lost:
             return []
-        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"), standing=before is None)]
-    return [_fault(health, Kind.HEALTH, each, standing=before is None) for each in _news(health, before)]
+        gone = lost(catalogue, "NVML says that the GPU is lost")
+        return [_fault(health, Kind.LOST, gone, present_at_start=before is None)]
+    return [_fault(health, Kind.HEALTH, each, present_at_start=before is None) for each in _news(health, before)]
 
 
 def was_reset(health: GpuHealth, before: GpuHealth) -> str:
@@ -277,10 +278,10 @@ def was_reset(health: GpuHealth, before: GpuHealth) -> str:
     return ""
 
 
-def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
+def silent(health: GpuHealth, *, present_at_start: bool, catalogue: Catalogue) -> Fault:
     """Return the fault of a GPU that has not answered for several looks in a row: as good as lost."""
     decided = lost(catalogue, f"the GPU does not answer: {'; '.join(health.errors)}")
-    return _fault(health, Kind.LOST, decided, standing=standing)
+    return _fault(health, Kind.LOST, decided, present_at_start=present_at_start)
 
 
 def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone: Iterable[str] = ()) -> Fault | None:
@@ -301,7 +302,7 @@ def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone:
         action=decided.action,
         domain=Domain.HARDWARE,
         why=decided.why,
-        standing=True,  # it is said at every listing
+        present_at_start=True,  # it is said at every listing
     )
 
 
@@ -346,7 +347,7 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.LOG, why=why)
 
 
-def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, standing: bool) -> Fault:
+def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, present_at_start: bool) -> Fault:
     return Fault(
         at=health.at,
         source=Source.NVML,
@@ -354,7 +355,7 @@ def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, standing: bool) -
         action=decided.action,
         domain=decided.domain or Domain.HARDWARE,
         why=decided.why,
-        standing=standing,
+        present_at_start=present_at_start,
         certain=decided.certain,
         pci=canonical(health.pci),
         gpu=health.uuid,

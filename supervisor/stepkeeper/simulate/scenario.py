@@ -263,8 +263,8 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
         fields: dict[str, object] = msgspec.structs.asdict(effect)
         reasons = getattr(effect, "reasons", ())
         fields |= {"reasons": _reasons(reasons) if reasons != decision.why else ""} if reasons else {}
-        shown = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
-        yield " ".join([">   ->", type(effect).__name__, *shown])
+        words = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
+        yield " ".join([">   ->", type(effect).__name__, *words])
 
 
 def _reasons(why: Why) -> str:

@@ -49,7 +49,7 @@ MEANINGS = {
     "exit": "the last line: exit code (docs/exit-codes.md) and reason",
     "ended_before_target": "the script ended with 0 before the last step that its newest checkpoint names, as it may",
     "failed_after_last_step": "training has finished, and the script failed since: what follows it may lack",
-    "framework_cannot_resume": "nothing shows how the script could be told where to resume from",
+    "framework_cannot_resume": "nothing shows how the script can get the checkpoint to resume from",
     "framework_checkpoints_not_read": "the framework's checkpoints could not be read or verified, and why",
     "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
     "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
@@ -71,7 +71,7 @@ MEANINGS = {
     "metrics_served": "where Prometheus finds the metrics",
     "node_is_slow": "its ranks work `factor` times as long for a step as the others, since then (Unix seconds)",
     "node_keeps_up": "a node that was slow is so no more",
-    "notified": "the notify command told a person",
+    "notified": "the notify command ran to its end",
     "notify_command_failed": "the notify command ended with an error, or took too long",
     "notify_command_not_started": "the notify command could not be started",
     "progress": "the newest step; at most one in `progress_log_every_s`",
@@ -87,9 +87,9 @@ MEANINGS = {
     "standby_impossible": "`warm_standby` has no effect with this CMD, and why",
     "standby_ready": "so many processes wait for the next launch; the memory of the largest",
     "status_not_written": "the run directory does not take `status.json`",
-    "watcher": "a word of a node's watcher",
+    "watcher": "a message of a node's watcher",
     # node agent
-    "agent_ready": "the agent sees and hears; mode and open incidents",
+    "agent_ready": "the agent reads its sensors and listens on its socket; mode and open incidents",
     "agent_started": "the first line: version and configuration",
     "agent_stopped": "the last line, and why",
     "alarm": "somebody should look",
@@ -99,7 +99,7 @@ MEANINGS = {
     "expedite_waits_for_slurm": "Slurm does not answer yet",
     "expedited_job_requeued": "the agent requeues a job itself, and why",
     "job_expedited": "a requeued job is eligible at once, and what that saved",
-    "job_joined": "a job on this node wants to hear of faults",
+    "job_joined": "a job on this node asks for reports of faults",
     "jobs_unknown": "Slurm did not say which jobs are on this node",
     "kernel_log_gap": "the kernel's log lost records before they were read",
     "ledger_late": "the ledger was not durable in time at the end",
@@ -126,7 +126,7 @@ The instant is in the time zone of the node; `WARNING` stands before the name of
 `--log-format json` (`STEPKEEPER_LOG_FORMAT=json`) writes JSON lines there instead. Programs need not ask for that:
 the same lines are always in `logs/attempt-000/supervisor.jsonl` of the run directory, a file for each attempt. The
 node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
-supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is told. What looks like a token, a
+supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is reported. What looks like a token, a
 key or a secret is replaced. The journal is in [events.md](events.md).
 
 What the ranks print is not in the job's log: each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
@@ -240,9 +240,9 @@ policy.failures_max = 3
 `locked = ["free_gib_min"]` locks what the file says outside `[locked]`, or the default.  It stands above all tables.
 """.strip()
 
-_TOLD = """
+_NO_SETTINGS = """
 `STEPKEEPER_SOCKET`, `STEPKEEPER_RUN_ID`, `STEPKEEPER_ATTEMPT`, `STEPKEEPER_LAUNCH`, `STEPKEEPER_RESUME_FROM`,
-`STEPKEEPER_RESUME_NEWEST` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper tells the ranks; they set nothing.
+`STEPKEEPER_RESUME_NEWEST` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper passes to the ranks; they set nothing.
 
 Other limits are constants, each with its reason in `core/policy.py`.  A key of 0.1 that became a constant, or that
 another key replaces, is an error which says so.
@@ -290,7 +290,7 @@ def configuration_page(made: str) -> str:
     out = ["# Configuration", "", made, "", _LEAD, ""]
     for topic, keys in TOPICS.items():
         out += [f"## {topic}", "", *_configuration_table([SETTINGS[key] for key in keys]), ""]
-    return "\n".join([*out, "## What sets nothing", "", _TOLD, ""])
+    return "\n".join([*out, "## What sets nothing", "", _NO_SETTINGS, ""])
 
 
 def _configuration_table(settings: list[Setting]) -> list[str]:
@@ -390,17 +390,17 @@ def _inside() -> list[type]:
     """Return the structures and enumerations that stand in records, events and effects, each once, in their order."""
     found: dict[type, None] = {}
     waiting: list[Any] = [journal.Record, *typing.get_args(events.Event), *typing.get_args(effects.Effect)]
-    told = set(waiting)
+    listed = set(waiting)
     while waiting:
         kind = waiting.pop(0)
         if isinstance(kind, type) and issubclass(kind, StrEnum | msgspec.Struct):
-            if kind not in told and kind is not Phase and kind not in typing.get_args(reasons.Reason):
+            if kind not in listed and kind is not Phase and kind not in typing.get_args(reasons.Reason):
                 found[kind] = None
-            told.add(kind)
+            listed.add(kind)
             hints = typing.get_type_hints(kind) if issubclass(kind, msgspec.Struct) else {}
-            waiting += [hint for hint in hints.values() if hint not in told]
+            waiting += [hint for hint in hints.values() if hint not in listed]
         else:
-            waiting += [part for part in typing.get_args(kind) if part not in told]
+            waiting += [part for part in typing.get_args(kind) if part not in listed]
     return list(found)
 
 
@@ -422,7 +422,7 @@ def _doc(thing: Any) -> str:
 
 
 def _fields(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:
-    """Return a table of the fields that are not told elsewhere; nothing where there are none."""
+    """Return a table of the fields that are not described elsewhere; nothing where there are none."""
     lineage = [each for each in reversed(declared.__mro__) if each.__module__ == module.__name__]
     by_name = _declared(module)
     fields = [field for each in lineage for field in by_name.get(each.__name__, ())]

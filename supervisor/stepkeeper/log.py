@@ -123,10 +123,10 @@ def configure(
 
     def render(_: Any, __: str, event: structlog.typing.EventDict) -> tuple[tuple[str, str], dict[str, Any]]:
         """Put what a reader looks for first in front."""
-        told: dict[str, Any] = {key: _redacted(value) for key, value in event.items()}
-        first: dict[str, Any] = {key: told.pop(key) for key in ("timestamp", "level", "event") if key in told}
-        line = cast("str", to_json(None, "", {**first, **static, **told}))
-        shown = line if form is Form.JSON else as_text({**first, **told}, time.time(), colour=colour)
+        facts: dict[str, Any] = {key: _redacted(value) for key, value in event.items()}
+        first: dict[str, Any] = {key: facts.pop(key) for key in ("timestamp", "level", "event") if key in facts}
+        line = cast("str", to_json(None, "", {**first, **static, **facts}))
+        shown = line if form is Form.JSON else as_text({**first, **facts}, time.time(), colour=colour)
         return (shown, line), {}
 
     structlog.configure(

@@ -49,7 +49,7 @@ def listen_for_signals(
 
 # Noticing that this process did not run for a while: suspended by Slurm, stopped by a signal, or frozen.
 #
-# Whoever waits for others by the clock asks here first: what could not be heard meanwhile was not late.
+# Whoever waits for others by the clock asks here first: what could not be received meanwhile was not late.
 
 LATE_S = 5.0  # a loop that does nothing slow comes late by less, also on a busy node
 
@@ -76,7 +76,7 @@ class Stalls:
 
 # Time: Unix seconds that never go backwards, and how the clocks of others stand to them.
 
-SET_LEAST_S = 1.5  # a wall clock that goes apart from ours by less is not taken for set; Slurm tells whole seconds
+SET_LEAST_S = 1.5  # a wall clock that goes apart from ours by less is not taken for set; Slurm gives whole seconds
 
 
 class Clock:
@@ -99,7 +99,7 @@ class Clock:
         return self._monotonic() + self._offset
 
     def to_wall(self, at: float) -> float:
-        """Return an instant of ours as the wall clock tells it now, which somebody may have set since."""
+        """Return an instant of ours as the wall clock shows it now, which somebody may have set since."""
         return at - self.now() + self._wall()
 
     def was_set(self) -> bool:

@@ -3,7 +3,7 @@
 The training's own Python runs it, in a Slurm step beside the training, once for each rank.  What Slurm starts is a
 keeper, which imports nothing.  When the supervisor says so it forks a spare; that imports, and waits.  The wrapper of
 the next launch comes over a Unix socket with its command and environment, then with stdin, stdout and stderr: the
-spare becomes the rank, and the keeper tells the wrapper how it ended.  A wrapper that is gone takes its rank along.
+spare becomes the rank, and the keeper reports to the wrapper how it ended.  A wrapper that ends takes its rank along.
 The files come last: left in the socket of a keeper that was stopped, they would hold up the end of their Slurm step.
 
 Usage: PYTHON [OPTIONS] standby.py [MODULE...] -- PYTHON [OPTIONS]
@@ -46,7 +46,7 @@ IMPORTS = (
 )
 GPU_FILES = ("/dev/nvidia", "/dev/kfd")  # open as soon as somebody has asked how many GPUs there are
 _GPU_VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_")  # which counted then
-LEASE_S = 60.0  # without a word of the supervisor for so long, a spare is not wanted any more
+LEASE_S = 60.0  # without a message of the supervisor for so long, a spare is not wanted any more
 HAND_OVER_WITHIN_S = 5.0
 SWEEP_WITHIN_S = 5.0
 GO = b"go\n"
@@ -104,7 +104,7 @@ class Keeper:
         self.rank_ended = False
         self.wrapper: socket.socket | None = None
         self.leaving = False
-        self.told = b""
+        self.buffered = b""
         self.lease_until = time.monotonic() + LEASE_S
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("\0" + address[1:] if address.startswith("@") else address)
@@ -137,7 +137,7 @@ class Keeper:
 
     def _on_input(self) -> None:
         data = os.read(0, 65536)
-        *lines, self.told = (self.told + data).split(b"\n")
+        *lines, self.buffered = (self.buffered + data).split(b"\n")
         self.lease_until = time.monotonic() + LEASE_S
         if not data:
             self.selector.unregister(0)
@@ -168,7 +168,7 @@ class Keeper:
         self.selector.register(ours, selectors.EVENT_READ, self._on_spare)
 
     def _on_spare(self) -> None:
-        """Hear that it is ready, or that it cannot be."""
+        """Read that it is ready, or that it cannot be."""
         assert self.spare is not None, "its channel is watched while there is one"
         said: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, RefusedError):  # gone: as if it had said nothing
@@ -203,7 +203,7 @@ class Keeper:
         """Let the spare become a rank; it runs nothing before the wrapper has said `go`.
 
         Raises:
-            RefusedError: for what is told to the wrapper.
+            RefusedError: for what is reported to the wrapper.
             OSError: the wrapper is gone.
         """
         if peer(conn) != os.getuid():
@@ -310,7 +310,7 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
     born = dict(os.environ)
     try:
         prepare(modules)
-    except Exception as error:  # noqa: BLE001 - whatever a module raises: told, and the launch starts without us
+    except Exception as error:  # noqa: BLE001 - whatever a module raises: reported, and the launch starts without us
         say_and_end(channel, {"why": f"{type(error).__name__}: {error}"[:300]})
     try:
         channel.sendall(line({"ready": True, "rss_mib": rss_mib()}))
@@ -377,7 +377,7 @@ def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
         os.sched_setaffinity(0, task["cpus"])
     os.chdir(task["directory"])
     if task["words"][0] != "-m":
-        os.stat(task["words"][0])  # what is not there is best told by Python itself
+        os.stat(task["words"][0])  # what is not there is best reported by Python itself
 
 
 def become(task: dict[str, Any]) -> None:

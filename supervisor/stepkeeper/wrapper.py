@@ -3,7 +3,7 @@
 With proctrack/cgroup a signal to a Slurm step reaches only the direct child of slurmstepd.  At a
 preemption Slurm sends the steps SIGTERM at the very start of the grace time, and a rank without a
 handler would die of it at once.  So the direct child is this program: it ignores SIGTERM, starts the
-rank, waits, tells the node's watcher how the rank ended, and ends in the same way.  Where a standby waits that has
+rank, waits, reports to the node's watcher how the rank ended, and ends in the same way.  Where a standby waits that has
 imported torch already (`standby.py`), the rank is that process.
 
 Usage: python -I -S wrapper.py [--agent] -- CMD ARGS...
@@ -25,7 +25,7 @@ OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a
 EXIT_STOPPED = 75
 FAILURE_TOLD_WITHIN_S = 30.0  # the others hang until somebody knows
 HAND_OVER_WITHIN_S = 5.0  # for each answer of a standby: then the rank is started as ever
-LEAVING_TOLD_WITHIN_S = 1.0  # the start as well: it is told once
+LEAVING_TOLD_WITHIN_S = 1.0  # the start as well: it is sent once
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -48,7 +48,8 @@ def main(argv: list[str]) -> int:
     local_rank = int(environment.get("SLURM_LOCALID", "0"))
     tell(
         address,
-        {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid, **standby.told},
+        {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid}
+        | standby.reported,
         LEAVING_TOLD_WITHIN_S,
     )
     status = standby.wait(pid) if standby.used else os.waitpid(pid, 0)[1]
@@ -70,7 +71,7 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
     node = environment.get("SLURMD_NODENAME", "")
     environment["STEPKEEPER_SOCKET"] = environment.get("STEPKEEPER_SOCKET", "").replace("%N", node)
     directory = environment.get("STEPKEEPER_ERROR_DIR", "")
-    if directory:  # what torch's `record` writes there tells more than a log; a torchrun passes its workers' on
+    if directory:  # what torch's `record` writes there says more than a log; a torchrun passes its workers' on
         name = f"agent-of-{node}" if agent else f"rank-{environment['SLURM_PROCID']}"
         environment.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, f"{name}.json"))
     if environment.get("SLURM_DISTRIBUTION") == "arbitrary":  # Slurm numbers the nodes otherwise than their ranks
@@ -97,8 +98,8 @@ class Standby:
         self._words = int(environment.pop("STEPKEEPER_STANDBY_WORDS", "0"))
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.used = False
-        self.told: dict[str, object] = {}
-        """What the watcher hears of it."""
+        self.reported: dict[str, object] = {}
+        """What the watcher gets of it."""
 
     def take(self, command: list[str], environment: Mapping[str, str]) -> int:
         """Return the pid of the rank, which has taken all that we were given; 0: start one."""
@@ -118,11 +119,11 @@ class Standby:
         except (OSError, ValueError, KeyError) as error:
             self._connection.close()  # it runs nothing for us any more
             why = str(error) or type(error).__name__
-            self.told = {"cold": why[:200]}
+            self.reported = {"cold": why[:200]}
             sys.stderr.write(f"stepkeeper: no warm standby for this rank: {why}; it is started as ever\n")
             sys.stderr.flush()
             return 0
-        self.used, self.told = True, {"warm": True}
+        self.used, self.reported = True, {"warm": True}
         return pid
 
     def _hand_over(self, request: bytes) -> int:
@@ -175,7 +176,7 @@ def own_address(environment: Mapping[str, str], *names: str) -> str:
             socket.getaddrinfo(name, None)
             return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        # no packet is sent: the kernel tells which of our addresses the batch host would see
+        # no packet is sent: the kernel says which of our addresses the batch host would see
         sock.connect((environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
         return str(sock.getsockname()[0])
 

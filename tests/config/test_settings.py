@@ -197,6 +197,9 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
         (["--set", "spares=1", "--spares", "1"], "twice"),
         (["--set", "spares=1", "--set", "spares=1"], "twice"),
         (["--set", "policy.failures_max=0"], "from 1 to"),
+        (["--set", "policy.loss_spike=tell"], "no value any more: set `report`"),
+        (["--set", "policy.slow_node=tell"], "no value any more: set `report`"),
+        (["--set", "policy.loss_spike=tel"], "one of off, report, rollback is wanted"),
     ],
 )
 def test_an_assignment_that_is_wrong_says_why(words: list[str], wrong: str) -> None:

@@ -384,7 +384,7 @@ def test_what_the_supervisor_leaves_for_is_not_called_cancelled(
     if ahead_of_limit:
         facts = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
         event, why = on.SlurmAnswered(at=START + 9, job=facts), "time limit (Slurm says RUNNING)"
-        expected = ("time_limit", "limit-told")
+        expected = ("time_limit", "limit-notice")
     else:
         event, why = build.story(run)[-1].event, "2 nodes are missing: the job is requeued to get them"
         expected = ("stopped", "left-on-purpose")

@@ -69,7 +69,7 @@ def test_it_is_followed_until_slurm_knows_of_no_job_any_more(
     said = command("status", "--follow", waits.path)
 
     assert said.code == 0
-    assert "gone  job 28 is CANCELLED: nothing goes on by itself" in said.out
+    assert "gone  job 28 is CANCELLED: nothing goes on without you" in said.out
 
 
 def test_the_list_of_all_runs_tells_what_slurm_says_by_one_call(
@@ -177,7 +177,7 @@ def test_a_job_that_starts_meanwhile_is_asked_and_not_cancelled(
     said = command("stop", waits.path, "--within", "2")
 
     assert said.code == 40
-    assert "job 28 is RUNNING, and its supervisor has not said a word yet" in said.err
+    assert "job 28 is RUNNING, and its supervisor has written nothing yet" in said.err
 
 
 # --- how it was submitted -------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def requeued(run: RunDirectory) -> RunDirectory:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ("12|PENDING|N/A|Resources", "job 12 is PENDING (Resources): Slurm tells no expected start yet"),
-        ("12|PENDING|1|Priority", "job 12 is PENDING (Priority): Slurm tells no expected start yet"),
+        ("12|PENDING|N/A|Resources", "job 12 is PENDING (Resources): Slurm shows no expected start yet"),
+        ("12|PENDING|1|Priority", "job 12 is PENDING (Priority): Slurm shows no expected start yet"),
         ("12|PENDING|N/A|JobHeldUser", "(JobHeldUser): it waits until somebody does `scontrol release 12`"),
         ("12|PENDING|N/A|JobHeldAdmin", "(JobHeldAdmin): it waits until an administrator does `scontrol release 12`"),
         ("12|PENDING|N/A|launch failed requeued held", "held): it waits until somebody does `scontrol release 12`"),
@@ -71,9 +71,9 @@ def test_when_slurm_plans_to_start_it_is_said(command: Command, squeue: Squeue, 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo '12|CANCELLED|N/A|None'", "job 12 is CANCELLED: nothing goes on by itself"),
+        ("echo '12|CANCELLED|N/A|None'", "job 12 is CANCELLED: nothing goes on without you"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "job 12 is not in the queue any more"),
-        ("true", "`sacct -j 12` tells how it ended"),
+        ("true", "`sacct -j 12` shows how it ended"),
     ],
 )
 def test_a_job_that_nobody_will_see_again_is_said_and_how_to_go_on(

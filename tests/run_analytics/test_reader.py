@@ -139,7 +139,7 @@ def states(told: Journal) -> dict[str, tuple[str, str]]:
     found = Nodes()
     for record in told.records:
         found.take(record)
-    return {each.name: (each.state.value, each.why) for each in found.told()}
+    return {each.name: (each.state.value, each.why) for each in found.listed()}
 
 
 def test_states_of_nodes() -> None:
@@ -158,11 +158,11 @@ def test_states_of_nodes() -> None:
     found = Nodes()
     for record in told.records:
         found.take(record)
-    first, *_ = found.told()
+    first, *_ = found.listed()
 
     assert (first.name, first.state, first.ended) == ("n1", NodeState.RANKS_ENDED, {3: "signal 9"})
-    assert {each.name: each.slowest_rank for each in found.told()}["n2"] == 7
-    assert nodes.count(found.told()) == {NodeState.RANKS_ENDED: 1, NodeState.IN_USE: 2, NodeState.SPARE: 1}
+    assert {each.name: each.slowest_rank for each in found.listed()}["n2"] == 7
+    assert nodes.count(found.listed()) == {NodeState.RANKS_ENDED: 1, NodeState.IN_USE: 2, NodeState.SPARE: 1}
 
 
 def test_a_node_that_was_left_says_why_and_a_new_attempt_knows_nothing_of_it() -> None:
@@ -186,13 +186,13 @@ def test_a_slow_node_is_slow_until_it_keeps_up() -> None:
     paced = on.NodesPaced(at=START + 200, launch=0, step=20, step_seconds=1.0, own=(("n1", 0.5), ("n2", 0.75)))
     record = told.records[-1]
     found.take(msgspec.structs.replace(record, event=paced, effects=(slow,)))
-    assert found.told()[0].why == "1.50 times as long for a step as the others"
+    assert found.listed()[0].why == "1.50 times as long for a step as the others"
     over = msgspec.structs.replace(
         record, event=paced, effects=(do.ReportSlowNode(node="n2", factor=1.0, since=START, over=True),)
     )
     found.take(over)
 
-    assert {each.state for each in found.told()} == {NodeState.IN_USE}
+    assert {each.state for each in found.listed()} == {NodeState.IN_USE}
 
 
 def test_following_reads_no_line_twice(tmp_path: Path) -> None:

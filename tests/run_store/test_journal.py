@@ -103,7 +103,7 @@ def test_what_is_carried_over_from_an_attempt_that_was_killed(tmp_path: Path) ->
     carried = journal.reconstruct(path, now=1030.0)
 
     assert (carried.attempt, carried.best_step) == (1, 5)
-    assert "without a word while saving, 30 s ago" in carried.previous
+    assert "without a final record while saving, 30 s ago" in carried.previous
     assert "0 s ago" in journal.reconstruct(path, now=900.0).previous  # clocks of two nodes differ
 
 
@@ -120,7 +120,7 @@ def test_the_last_word_of_a_superseded_attempt_hides_nothing(tmp_path: Path) -> 
     carried = journal.reconstruct(path)
 
     assert (carried.attempt, carried.failures, carried.best_step) == (2, 2, 300)
-    assert "attempt 1 ended without a word" in carried.previous
+    assert "attempt 1 ended without a final record" in carried.previous
 
 
 NODES = tuple(f"gpu-rack{rack:02d}-node{number:02d}" for rack in range(50) for number in range(40))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepkeeper.config import resolve
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
 from stepkeeper.run_store import journal, old_names
@@ -80,6 +81,23 @@ def test_old_fields_of_the_state_are_fields_of_today() -> None:
 
     assert set(missed) == {*old_names.STATE.values(), "step"}
     assert set(missed) <= set(ALL_KEYS)
+
+
+def test_old_rules_of_a_diagnosis_are_read_as_the_ones_of_today() -> None:
+    for old, new in old_names.RULES.items():
+        judged = {"event": "judged", "at": 1.0, "launch": 0, "cause": "cancelled", "rule": old, "confidence": 0.4}
+        found = {"reason": "cause_found", "cause": "cancelled", "rule": old, "confidence": 0.4}
+        read = record(event=judged, reasons=[found])
+
+        assert read.event.rule == new
+        assert read.reasons[0].rule == new
+
+
+@pytest.mark.parametrize("run", ["run-0.1", "run-0.1-failures"])
+def test_old_values_of_settings_are_read_as_the_ones_of_today(run: str) -> None:
+    policy = resolve.read_record(FIXTURES / run, 0).policy()
+
+    assert (policy.loss_spike, policy.loss_not_finite) == ("report", "rollback")
 
 
 def test_a_record_of_today_is_not_touched() -> None:

@@ -90,7 +90,7 @@ def test_a_lost_gpu_costs_one_launch_and_its_node_is_drained(lab: Lab, agents: A
     assert list(drained(lab)) == [bad]
     assert drained(lab)[bad].startswith(f"stepkeeper: XID 79 GPU {pci} ({uuid}) ")
     assert training.records()[-1].failures == 0, "a fault of a node is no failure of the training"
-    told = f"XID 79 on {pci} {uuid} counts for this job: the driver does not tell where GPU "  # there is none here
+    told = f"XID 79 on {pci} {uuid} counts for this job: the driver does not say where GPU "  # there is none here
     assert told in training.log.read_text()
 
 

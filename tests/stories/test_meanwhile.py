@@ -142,7 +142,7 @@ def test_a_run_that_is_over_leaves_no_job_behind_that_is_held(lab_factory) -> No
     refused_ended = lab.wait_ended(refused)
 
     assert (ended.state, ended.restarts, ended.exit_code) == ("FAILED", 0, f"{ExitCode.STOPPED.value}:0"), ended
-    assert "is told not to put it back and hold it" in training.output()
+    assert "Requeue=0 keeps Slurm from putting it back and holding it" in training.output()
     assert (refused_ended.state, refused_ended.restarts) == ("FAILED", 0), refused_ended
     mend(lab, training)
 

@@ -102,6 +102,6 @@ def test_a_whole_run_by_pyslurm(lab: Lab, reference: Training) -> None:
     release_urgent_jobs(lab)
     training.wait_end()
 
-    assert training.output().count("pyslurm, as set: it tells the same") == 2, training.output()
+    assert training.output().count("pyslurm, as set: it reports what") == 2, training.output()
     assert lab.job(training.job_id).restarts == 1, training.story()
     assert_complete(training, reference)

@@ -44,7 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("-N", "2", "--spares=1", "--", "srun", "x"), "which an own srun line does itself"),
         (("-N", "4k", "--", "bash", "-c", "srun x | tee log"), "give the srun line itself"),
         (("--torchrun", "--", "torchrun", "t.py"), "leave out one of the two"),
-        (("--", "mpirun", "-np", "4", "x"), "mpirun starts processes on all nodes by itself"),
+        (("--", "mpirun", "-np", "4", "x"), "mpirun starts processes on all nodes"),
         (("-t", "2", "--", "x"), "-t 2: the time limit of an attempt is 2 min, and 2 min before its end"),
         (("-t", "0:30", "--notice-s", "10", "--", "x"), "nothing is left for training"),
     ],

@@ -42,12 +42,12 @@ GOLDEN = """\
 #SBATCH --no-kill
 # Each attempt appends to the log of those before.
 #SBATCH --open-mode=append
-# The supervisor alone hears SIGUSR1 so many seconds before the time limit.
+# The supervisor alone gets SIGUSR1 so many seconds before the time limit.
 #SBATCH --signal=B:USR1@120
 set -eo pipefail
 module load cuda
 source ~/envs/train/bin/activate
-trap '' USR1 TERM # until the supervisor hears them: by default they would end the job
+trap '' USR1 TERM # until the supervisor handles them: by default they would end the job
 # `exec`: Slurm signals only the batch process, and that must be the supervisor
 exec /opt/stepkeeper/bin/stepkeeper run --spares 1 -- python train.py --text 'it'"'"'s $HOME'
 """

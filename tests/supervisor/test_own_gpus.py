@@ -70,8 +70,8 @@ def test_a_gpu_that_has_only_its_uuid_left_is_known(proc: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"SLURM_GPUS_ON_NODE": "2"}, "Slurm has not told"),
-        ({"SLURM_STEP_GPUS": "7"}, "the driver does not tell where GPU 7 sits"),
+        ({"SLURM_GPUS_ON_NODE": "2"}, "Slurm has not set"),
+        ({"SLURM_STEP_GPUS": "7"}, "the driver does not say where GPU 7 sits"),
         ({"SLURM_STEP_GPUS": "0", "CUDA_VISIBLE_DEVICES": "MIG-5b1c0b5e-0000-5000-8000-000000000000"}, "slices"),
     ],
 )

@@ -142,8 +142,8 @@ def list_steps(arguments: argparse.Namespace) -> int:
     rows = _rows(checkpoints, found, lineage)
     left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
-        told = [msgspec.to_builtins(each) for each in left_out]
-        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": told}, indent=2)
+        skipped = [msgspec.to_builtins(each) for each in left_out]
+        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": skipped}, indent=2)
     elif rows:
         _show(rows)
         for each in left_out:
@@ -159,11 +159,11 @@ def _rows(
     current = {step.path for step in steps.current_lineage(found, lineage)}
     rows = []
     cache = Cache(checkpoints)
-    told = history.read_history(journal.read(RunDirectory(checkpoints.parent).journal))
+    said = history.read_history(journal.read(RunDirectory(checkpoints.parent).journal))
     for step in found:
         manifest = step.manifest
         there, seen = reading.look(step, cache)
-        known, verified = judged(step.path.name, told, there)
+        known, verified = judged(step.path.name, said, there)
         problems = list(seen) or ([known] if known else [])
         marks = lineage.marks.get(manifest.save_id, frozenset()) if lineage and manifest else frozenset()
         rows.append(

@@ -49,7 +49,7 @@ def found(arguments: argparse.Namespace) -> Finding | None:
     wanted: str | None = arguments.framework
     if not path.is_dir() and not path.is_file():
         if wanted is None:
-            return None  # a job id, or nothing: the usual way tells
+            return None  # a job id, or nothing: the usual way decides
         raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
     if wanted is None and _ours(path):
         return None

@@ -244,25 +244,25 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:
 
     What the settings of the newest attempt name counts, as it does for the ranks; else what the ranks have recorded.
     """
-    told = _settings_of(run)
+    chosen = _settings_of(run)
     try:
         kept = records.read_keeping(run)
     except (OSError, records.KeepingError) as error:
         printing.warn(f"what the ranks have recorded cannot be read: {error}")
         kept = None
     places = kept.places if kept is not None else ()
-    if not told.any and kept is not None:
+    if not chosen.any and kept is not None:
         local, cold = kept.now("local"), kept.now("cold")
-        told = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
+        chosen = Tiers(local=local.where if local else None, cold=cold.where if cold else None)
     owner = run.stat().st_uid
-    if told.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
+    if chosen.any and owner != os.geteuid():  # or our credentials would go wherever somebody else's file says
         printing.warn(
             f"{run} belongs to user id {owner}, and the places that it names are not visited in your name: "
             "to look there, name them with --local and --cold"
         )
-        told = Tiers()
-    in_use = {("local", told.local), ("cold", told.cold)}
-    return told, [place for place in places if (place.kind, place.where) not in in_use]
+        chosen = Tiers()
+    in_use = {("local", chosen.local), ("cold", chosen.cold)}
+    return chosen, [place for place in places if (place.kind, place.where) not in in_use]
 
 
 def _settings_of(run: Path) -> Tiers:

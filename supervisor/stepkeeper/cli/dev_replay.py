@@ -129,7 +129,7 @@ def _show(found: Replayed, recorded: int) -> None:
         (found.unreadable, "lines could not be read (torn, or of a newer version)"),
         (found.repeated, "records stood there twice"),
         (found.without_start, "records belong to attempts whose beginning is missing"),
-        (found.unknown, "records tell of a state that this version does not know"),
+        (found.unknown, "records lead to a state that this version does not know"),
     )
     for count, what in passed:
         if count:
@@ -139,11 +139,11 @@ def _show(found: Replayed, recorded: int) -> None:
 def _show_difference(difference: Difference) -> None:
     record = difference.record
     event: dict[str, Any] = msgspec.to_builtins(record.event)
-    told = {key: value for key, value in event.items() if key not in ("event", "at")}
+    facts = {key: value for key, value in event.items() if key not in ("event", "at")}
     printing.say(
         f"line {difference.line}: {instant(record.event.at)}  attempt {record.attempt}, launch {record.launch}"
     )
-    printing.say(f"  event  {event['event']} {_short(told)}")
+    printing.say(f"  event  {event['event']} {_short(facts)}")
     printing.say(f"  then   {_short(difference.then)}   # {record.why}")
     now = {key: value for key, value in difference.now.items() if key != "why" or "why" in difference.then}
     printing.say(f"  now    {_short(now)}   # {difference.now['why']}")

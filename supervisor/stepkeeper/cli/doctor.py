@@ -123,5 +123,5 @@ def show(found: list[Finding], *, show_all: bool) -> None:
             ):
                 printing.say(line)
     counts = {level: sum(finding.level is level for finding in found) for level in Level}
-    told = ", ".join(f"{counts[level]} {level.value}" for level in reversed(Level) if counts[level])
-    printing.say(f"{told}{'' if show_all else ' (--all shows what is in order)'}")
+    counted = ", ".join(f"{counts[level]} {level.value}" for level in reversed(Level) if counts[level])
+    printing.say(f"{counted}{'' if show_all else ' (--all shows what is in order)'}")

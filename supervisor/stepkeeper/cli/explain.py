@@ -179,7 +179,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the command."""
     command = subcommands.add_parser(
         "explain",
-        help="tell why a launch failed, and what to do",
+        help="show why a launch failed, and what to do",
         description="Tell why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -297,7 +297,7 @@ def _left_out(run: RunDirectory) -> list[dict[str, int]]:
 
 def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch: int | None) -> str:
     if not known:
-        return f"{run.journal}: tells of no launch yet; see `stepkeeper events {run.path}`"
+        return f"{run.journal}: holds no launch yet; see `stepkeeper events {run.path}`"
     there = ", ".join(f"{each.attempt}.{each.launch}" for each in known[-10:])
     asked = f"{'*' if attempt is None else attempt}.{'*' if launch is None else launch}"
     return f"{run.path}: no launch {asked} (attempt.launch); there are {there}"

@@ -120,7 +120,7 @@ TAIL = 50  # lines of each node, where `--tail` says nothing: a rank may have pr
 
 
 class First(NamedTuple):
-    """Who failed first in a launch, as far as the journal tells."""
+    """Who failed first in a launch, as far as the journal says."""
 
     rank: int | None = None
     node: str = ""
@@ -163,7 +163,7 @@ def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespac
         whose = f"rank {rank}" if rank is not None else "a rank"
         raise StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
     if not shown:
-        printing.warn(f"nothing was printed there; `stepkeeper explain {run.path}` tells what is known")
+        printing.warn(f"nothing was printed there; `stepkeeper explain {run.path}` shows what is known")
     return ExitCode.FINISHED
 
 
@@ -183,8 +183,8 @@ def who_failed(run: RunDirectory, attempt: int, launch: int) -> First:
     if judged is None or judged.launch != launch or judged.cause is Cause.UNKNOWN:
         refused = next((each.error for each in found.events if isinstance(each, on.LaunchRefused)), "")
         return First(bad[0].rank, bad[0].node, bad[0].text) if bad else First(how=refused)
-    told = judged.location or judged.text
-    cause = f"{judged.cause.value}{f': {told}' if told else ''}"
+    what = judged.location or judged.text
+    cause = f"{judged.cause.value}{f': {what}' if what else ''}"
     if judged.rank is None and not judged.node and bad:
         return First(bad[0].rank, bad[0].node, bad[0].text, cause)
     how = next((each.text for each in bad if each.rank == judged.rank), "")
@@ -212,7 +212,7 @@ def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> 
 
 
 def _follows(line: str) -> bool:
-    """Tell whether a line is our own, or one of Slurm's that tells of no cause."""
+    """Return whether a line is our own, or one of Slurm's that names no cause."""
     text = log_lines.parse_lines(line.encode(errors="replace"))[1]
     return not text or slurm_launch.only_follows(text)
 

@@ -225,7 +225,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 
 def run_agent(arguments: argparse.Namespace) -> int:
-    """Run the agent until it is told to stop; or check its setup."""
+    """Run the agent until it gets a signal to stop; or check its setup."""
     if arguments.check:
         return check_setup(arguments)
     if arguments.json:

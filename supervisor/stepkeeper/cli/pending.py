@@ -20,7 +20,7 @@ from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import resubmit
 from stepkeeper.slurm.client import SlurmError
 
-ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # the wait is all that there is to tell
+ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # the wait is all that there is to show
 
 
 def show(run: RunDirectory, waiting: Waiting, queued: Queued | None, *, as_json: bool) -> int:
@@ -78,7 +78,7 @@ def answers(arguments: argparse.Namespace) -> int | None:
             return None
         waiting = queue.waiting(run, None)
     except (OSError, msgspec.MsgspecError):
-        return None  # the command's own words tell more
+        return None  # the command's own words say more
     return show(run, waiting, queue.query(waiting.job), as_json=as_json) if waiting is not None else None
 
 

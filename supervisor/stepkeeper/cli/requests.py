@@ -62,7 +62,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError(f"{run.path}: the answer cannot be read: {error}", ExitCode.RUN_DIRECTORY) from error
     if answer is None and over():
         requests.withdraw(run.path, name)
-        raise StepkeeperError("the run ended before it heard of this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
+        raise StepkeeperError("the run ended before it read this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
     if answer is None:
         requests.withdraw(run.path, name)
         raise StepkeeperError(
@@ -101,7 +101,7 @@ def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Wai
         raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
     begun = _until(lambda: queue.waiting(run, _status(run)) is None or None, give_up_at)
     if not begun:
-        raise StepkeeperError(f"{said}, and its supervisor has not said a word yet: ask again", ExitCode.NOTHING_FOUND)
+        raise StepkeeperError(f"{said}, and its supervisor has written nothing yet: ask again", ExitCode.NOTHING_FOUND)
     return False
 
 

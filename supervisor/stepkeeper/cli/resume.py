@@ -84,7 +84,7 @@ def _newest_job(run: RunDirectory) -> str:
     try:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
-        status = None  # of a newer version: the other files may tell
+        status = None  # of a newer version: the other files may say
     waiting = queue.waiting(run, status)
     if waiting is not None:
         return waiting.job
@@ -116,7 +116,7 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
     """Return how the run was submitted: as it was recorded, else as Slurm still knows.
 
     Raises:
-        StepkeeperError: neither tells.
+        StepkeeperError: neither says so.
     """
     recorded = submissions.read(run.path)
     if recorded is not None and not recorded.secret:

@@ -27,7 +27,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "selftest",
         help="prove on this cluster that a killed and requeued training loses nothing",
         description="Submit two short jobs of the same small training.  One is left alone; of the other all ranks are "
-        "killed, and then it is told that its time limit is near, so that it saves and requeues itself.  Their losses "
+        "killed, and then gets the notice of its time limit, so that it saves and requeues itself.  Their losses "
         "must be equal.  About three minutes, plus the queue.  Exit code 0: passed.",
         allow_abbrev=False,
     )

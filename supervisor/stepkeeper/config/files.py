@@ -196,7 +196,7 @@ def _flat(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _Places:
-    """Where a key stands in a text.  tomllib does not tell; this looks for it, and is used in messages only."""
+    """Where a key stands in a text.  tomllib does not say; this finds it, and is used in messages only."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path

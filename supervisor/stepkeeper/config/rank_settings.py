@@ -1,4 +1,4 @@
-"""What ranks are told of saving, keeping and loading.  The trainer library reads it."""
+"""What ranks get of the settings for saving, keeping and loading.  The trainer library reads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attach_variables(settings: RunSettings) -> dict[str, str]:
     }
 
 
-# What ranks are told of tiers: the settings' own variables, whatever they came from.
+# What ranks get of tiers: the settings' own variables, whatever they came from.
 
 _FIELDS = {  # of `Tiers`, by the setting's key
     "local_tier": "local",

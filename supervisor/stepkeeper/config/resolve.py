@@ -16,7 +16,7 @@ from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
-from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown
+from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown, value_now
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
@@ -25,9 +25,9 @@ from stepkeeper.slurm.launch import KEPT
 from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.plain import read_plain
 
-# The `STEPKEEPER_*` variables: settings, what ranks are told, and nothing else.
+# The `STEPKEEPER_*` variables: settings, what ranks get, and nothing else.
 
-# What Stepkeeper tells ranks and watchers: a run that is started inside another one inherits it.
+# What Stepkeeper passes to ranks and watchers: a run that is started inside another one inherits it.
 TOLD = frozenset(
     VARIABLE_PREFIX + name
     for name in (
@@ -35,7 +35,7 @@ TOLD = frozenset(
         "STANDBY", "STANDBY_WORDS",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA", "ATTACHED", "ATTACH_PACKAGES",
-        "CONTINUES",  # what a job that was submitted in place of another is told
+        "CONTINUES",  # what a job that was submitted in place of another gets
     )
 )  # fmt: skip
 # What a site's environment module sets for any software; the training may want it, we do not.
@@ -307,12 +307,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return {key: f"{each.get('value')} ({each.get('where', '')})" for key, each in found}
 
     def policy(self) -> Policy:
-        """Return the policy of the attempt; the default one where nothing tells it.
+        """Return the policy of the attempt; the default one where the record has none.
 
-        What was a setting then and is a constant now has the value that it had.
+        What was a setting then and is a constant now has the value that it had.  A value of 0.1 has its name of today.
         """
         values = {
-            key.removeprefix(_POLICY): found.get("value")
+            key.removeprefix(_POLICY): value_now(key, found.get("value"))
             for key, found in self.settings.items()
             if key.startswith(_POLICY) and key.removeprefix(_POLICY) in Policy.__struct_fields__
         }

@@ -2,7 +2,7 @@
 
 Type and default are the field's, help is the docstring below it, all else stands in `_about`.  The fields of the
 core's `Policy`, without its constants (`Limits`), are settings too, in the group `policy`; where nothing else is said,
-their names tell the unit.
+their names give the unit.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     resume_argument: Annotated[bool | None, About()] = None
     """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; where not set, only if the script
-    declares that option and no trainer library has answered, which reads `STEPKEEPER_RESUME_FROM` by itself."""
+    declares that option and no trainer library has answered, which reads `STEPKEEPER_RESUME_FROM`."""
 
     tasks_per_node: Annotated[
         int | None,
-        # STEPKEEPER_TASKS_PER_NODE is what the ranks are told
+        # STEPKEEPER_TASKS_PER_NODE is what the ranks get
         About(unit="ranks a node", metavar="N", least=1, most=COUNT_MAX, has_variable=False),
     ] = None
     """Ranks on a node; where not set, one a GPU, else `--ntasks-per-node` of the job, else 1."""
@@ -132,7 +132,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Each node's files of the local tier are also kept by the next node, so that a lost node loses none of them."""
 
     slurm_client: Annotated[str, About(metavar="commands|pyslurm[:PYTHON]", has_flag=False)] = "commands"
-    """How Slurm is asked: `commands` (its own), or `pyslurm` where that is installed and tells the same as they do;
+    """How Slurm is asked: `commands` (its own), or `pyslurm` where that is installed and reports the same as they do;
     `pyslurm:PYTHON` names the interpreter that has it, where Stepkeeper's own has none."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None

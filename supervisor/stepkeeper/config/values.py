@@ -37,6 +37,12 @@ REMOVED = {
     for name in Limits.__struct_fields__
 }
 
+# Values of 0.1 that have another name, by setting.
+RENAMED_VALUES = {
+    key: {"tell": "report"}
+    for key in ("policy.loss_not_finite", "policy.loss_spike", "policy.replay_differs", "policy.slow_node")
+}
+
 
 def from_text(setting: Setting, text: str, where: str) -> Value:
     """Return the value that a flag or a variable gives.
@@ -84,12 +90,25 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
             _refuse(setting, value, where)
     if isinstance(value, str) and (not value or not value.isprintable()):
         _refuse(setting, value, where)
+    if (now := value_now(setting.key, value)) != value:
+        raise StepkeeperError(
+            f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
+        )
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
     _refuse_no_row(setting, value, where)
     _refuse_unreadable(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
+
+
+def value_now(key: str, value: Any) -> Any:
+    """Return the name that a value has today, if 0.1 gave it another one.
+
+    >>> value_now("policy.loss_spike", "tell"), value_now("policy.loss_spike", "off"), value_now("run_dir", "tell")
+    ('report', 'off', 'tell')
+    """
+    return RENAMED_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
 def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:

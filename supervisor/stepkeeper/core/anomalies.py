@@ -1,4 +1,4 @@
-"""What follows from a loss that goes wrong: it is told, or training goes on from before it.  Pure."""
+"""What follows from a loss that goes wrong: a report, or a rollback to a step before it.  Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import Phase, State
 
-OFF, REPORT, ROLLBACK = WATCH = ("off", "tell", "rollback")
+OFF, REPORT, ROLLBACK = WATCH = ("off", "report", "rollback")
 
 replace = msgspec.structs.replace
 
 
 def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """Take in the loss of a step."""
-    if event.step_seconds is None:  # a sign of life between steps: its loss was heard before
+    if event.step_seconds is None:  # a sign of life between steps: its loss came before
         return Decision(state)
     losses, anomaly = observe(state.losses, event.step, math.nan if event.not_finite else event.loss, policy)
     state = replace(state, losses=losses)
@@ -45,7 +45,7 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
 # in a run that says it is deterministic are a wrong state or a device that computes wrongly, here or there.  Where a
 # run is not deterministic, what counts is how far they are, beside what is usual between its steps.
 
-REPORT_REPLAY, ROLLBACK_REPLAY = CHOICES = ("tell", "rollback")
+REPORT_REPLAY, ROLLBACK_REPLAY = CHOICES = ("report", "rollback")
 RULE = "replay-differs"
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
 
@@ -62,7 +62,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     if not event.deterministic and apart <= tolerance:
         then, now = event.then, event.now
         why = (because.ReplayEqual(steps=event.steps, exact=False, step=event.worst, then=then, now=now),)
-        return Decision(state, (_tell(event, (), why, equal=True),), why)
+        return Decision(state, (_report(event, (), why, equal=True),), why)
     before = state.nodes.launched_before
     new = tuple(node for node in state.launch.nodes if before and node not in before)
     why = (
@@ -75,15 +75,15 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
             changed=event.changed,
         ),
     )
-    tell = _tell(event, new, why, equal=False)
+    report = _report(event, new, why, equal=False)
     if policy.replay_differs == REPORT_REPLAY or state.phase is not Phase.TRAINING:
-        return Decision(state, (tell,), why)
+        return Decision(state, (report,), why)
     found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
     ended = kill_for(state, event.at, found, policy)
-    return Decision(ended.state, (tell, *ended.effects), why)
+    return Decision(ended.state, (report, *ended.effects), why)
 
 
-def _tell(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:
+def _report(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:
     return do.ReportReplay(
         equal=equal, steps=event.steps, step=event.worst, then=event.then, now=event.now, nodes=nodes, reasons=why
     )

@@ -46,11 +46,11 @@ def restart_bus(
 ) -> Decision:
     """Start a new bus beside the training; a node that does not come back is lost."""
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
-    unheard = state.phase is Phase.TRAINING and not state.watchers.ready
+    unanswered = state.phase is Phase.TRAINING and not state.watchers.ready
     complete_at = state.watchers.complete_at
     lasted = complete_at is not None and at - complete_at >= policy.bus_lasts_s
-    restarts = (0 if lasted else state.watchers.restarts) + (not unheard)
-    tries = state.watchers.tries + unheard
+    restarts = (0 if lasted else state.watchers.restarts) + (not unanswered)
+    tries = state.watchers.tries + unanswered
     if restarts > policy.bus_restarts_max:
         why = (*why, because.BusRestarts(restarts=restarts - 1))
         if state.leaving.plan is not None:  # we leave already: a save may still come to its end

@@ -128,8 +128,8 @@ def _on_slurm_still_away(state: State, at: float, since: float, policy: Policy) 
 
 def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
-    may_have_begun = state.launch.all_tasks_started or not state.identity.wrapped
-    if may_have_begun or state.launch.bus_restarted:  # an older bus may have heard of it
+    may_have_started = state.launch.all_tasks_started or not state.identity.wrapped
+    if may_have_started or state.launch.bus_restarted:  # an older bus may have got the report
         return look_at_start(state.waiting_for_nothing(), at, policy, (because.NoLibrary(),))
     why = (because.Late(timer=Timer.TASKS_STARTED, within_s=policy.begin_within_s),)
     state = stopping(state, Plan(next=Next.RELAUNCH, why=why))

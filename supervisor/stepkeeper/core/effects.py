@@ -1,7 +1,7 @@
 """What to do: the only output of `decide` besides the next state.  Imperative; each is one act.
 
 They stand in the journal, so a field is only ever added, with a default: older records must stay readable.
-There `run_store.journal` adds the words of `reasons`, as `why`, `reason` or `said`.
+There `run_store.journal` adds the text of `reasons`, as `why`, `reason` or `said`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What Slurm's answer means: why it tells us to end, until when, and whether the job may run again.
+"""What Slurm's answer means: why it signals us, until when, and whether the job may run again.
 
 The table is that of Slurm 22.05 to 26.05, seen on live clusters: cancel, time limit, requeue and the end
-of a preemption all arrive as the same SIGTERM, and only the job's state, restart count and reason tell
+of a preemption all arrive as the same SIGTERM, and only the job's state, restart count and reason distinguish
 them apart.
 """
 

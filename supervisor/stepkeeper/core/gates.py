@@ -93,7 +93,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     launch = state.launch
     unseen = (
         not launch.library_seen
-        and state.budgets.best_step is None  # else a framework's checkpoints tell of progress, where no library does
+        and state.budgets.best_step is None  # else a framework's checkpoints show progress, where no library does
         and launch.began_at is not None
         and at - launch.began_at >= policy.unseen_progress_s
     )

@@ -27,7 +27,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run's losses."""
 
     recent: tuple[tuple[int, float], ...] = ()  # (step, logarithm of the loss), the newest last
-    heard: int = 0  # words of this launch
+    heard: int = 0  # losses of this launch
     resumed: bool = False
     wrong_words: int = 0  # in a row, up to now
     wrong_since: int | None = None  # the step of the first of them
@@ -47,7 +47,7 @@ def launched(losses: Losses, resume_step: int | None) -> Losses:
 
 
 def observe(losses: Losses, step: int, loss: float | None, policy: Policy) -> tuple[Losses, LossWrong | None]:
-    """Take in a loss; tell of an anomaly once it has lasted.
+    """Take in a loss; report an anomaly once it has lasted.
 
     Args:
         losses: so far.

@@ -66,7 +66,7 @@ def on_node_signaled(state: State, event: on.NodeSignaled, policy: Policy) -> De
 
 
 def _leaves(state: State) -> bool:
-    """The job is left for what Slurm told the steps, or no rank is left to be told.
+    """The job is left for the signal that Slurm sent to the steps, or no rank is left to get a request.
 
     A user signal near the time limit is not that: a preemption may leave less time than the limit does.
     """
@@ -192,9 +192,9 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     if not runs_out:
         state = replace(state, leaving=replace(state.leaving, eviction_confirmed=True))
     if not runs_out and state.phase is Phase.STARTING and state.failure is not None:
-        # ranks that are told before we are die of it: what ended the launch a moment ago was most likely this
+        # ranks that get the signal before we do die of it: what ended the launch a moment ago was most likely this
         state = uncount_failure(replace(state, failure=None))
-    # a second notice can only shorten the wait, unless Slurm has by then told everybody to end
+    # a second notice can only shorten the wait, unless Slurm has signaled everybody by then
     later = state.leaving.term_at is not None or state.leaving.leave_at is None
     leave_at = deadline if later else _earlier(state.leaving.leave_at, deadline)
     state = replace(state, leaving=replace(state.leaving, leave_at=leave_at))
@@ -229,7 +229,7 @@ def _save_if_it_can(state: State, at: float, deadline: float, plan: Plan, policy
 
 
 def _save_until(state: State, deadline: float) -> Decision:
-    """A notice while the ranks save: tell them if they have less time than they know of."""
+    """A notice while the ranks save: it reaches them if they have less time than they know of."""
     before = state.deadline_at
     if state.storage.verifying is not None or state.leaving.term_at is None:  # committed: nothing is left but to leave
         deadline = _earlier(before, deadline)

@@ -109,7 +109,7 @@ REQUEUE_FOR_S = 300.0  # a controller that fails over is back by then; one that 
 
 def can_save(state: State) -> bool:
     """Tell whether ranks that train may have something to save: done steps, or work that only their script knows of."""
-    if state.launch.bus_restarted:  # what they said meanwhile was not heard
+    if state.launch.bus_restarted:  # what they sent meanwhile did not arrive
         return True
     if state.launch.library_seen:
         return state.launch.step is not None

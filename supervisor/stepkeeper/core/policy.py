@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seconds; one that a hung file system keeps for a minute holds the node for hours."""
 
     announce_within_s: float = 600.0
-    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first word of the
+    """From the begin of a launch (of the user's own srun line: from StartLaunch) to the first message of the
     trainer library; then the user is warned at once.  Imports from a shared file system take minutes; the
     warning ends nothing."""
 
@@ -114,7 +114,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """At most one progress record in this time reaches the journal (100 MB a week is the limit)."""
 
     judge_within_s: float = 20.0
-    """Logs, exits and error files of a failed launch tell why it failed, while the next one is prepared; then its
+    """Logs, exits and error files of a failed launch show why it failed, while the next one is prepared; then its
     cause counts as unknown.  The end of each log is read, not all of it."""
 
     judged_from: float = 0.6
@@ -140,7 +140,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launch only if a rank cannot go on before the next look would end it, and all others wait."""
 
     loss_words: int = 5
-    """Words of progress in a row (at most one a second) until a wrong loss counts: single ones pass."""
+    """Progress messages in a row (at most one a second) until a wrong loss counts: single ones pass."""
 
     loss_sigmas: float = 8.0
     """A jump is so many times the usual spread of the loss's logarithm above its median.  Far out, because a
@@ -250,31 +250,31 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Look for training that has stopped making progress, by its own step times."""
 
     hang_least_s: float = 120.0
-    """No shorter silence ends a launch, but for half a minute in a run with even steps, where no rank does anything,
-    and for seconds where a rank is stopped, or has told the kernel that it sleeps for longer than this."""
+    """No shorter silence ends a launch, with two exceptions.  Half a minute is enough in a run with even steps, where
+    no rank does anything.  Seconds are enough where a rank is stopped, or sleeps for longer than this."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as
-    silent when the trainer library's first word takes ten times as long as in any launch of the run before."""
+    silent when the trainer library's first message takes ten times as long as in any launch of the run before."""
 
     loss_not_finite: str = "rollback"
-    """A loss that stays NaN or infinite: `off`, `tell` (in the log) or `rollback` (end the launch, go on from the
-    verified step before it; what then is said by `on_numerical`)."""
+    """What a loss that stays NaN or infinite leads to: `off`, `report` (a line in the log) or `rollback`.  A rollback
+    ends the launch; the next one resumes from the verified step before it, as `on_numerical` says."""
 
-    loss_spike: str = "tell"
-    """The same for a loss that jumps and stays up, after a resume too."""
+    loss_spike: str = "report"
+    """The same for a loss that jumps and stays up, also after a resume."""
 
     skip_data_steps: int = 0
     """After a rollback because a loss went wrong: leave out the data of so many steps from that step on (the sampler
     must be a GlobalSampler, or have its `skip`).  0: all data is taken again."""
 
-    replay_differs: str = "tell"
-    """Steps that are done again after a resume come to other losses than the first time, further than is usual: `tell`,
-    or `rollback` (end the launch and try once more from a verified step; what then is said by `on_numerical`)."""
+    replay_differs: str = "report"
+    """The ranks repeat steps after a resume, and the losses differ by more than is usual: `report` or `rollback`.  A
+    rollback ends the launch and tries once more from a verified step, as `on_numerical` says."""
 
-    slow_node: str = "tell"
-    """A node whose ranks work longer for a step than those of the other nodes, so that all wait for it: `tell` (log,
-    metrics, report), or `replace` (after the next checkpoint, by a spare of the allocation, where there is one)."""
+    slow_node: str = "report"
+    """A node whose ranks take longer for a step than those of the other nodes, which wait for them: `report` (log,
+    metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next checkpoint)."""
 
     on_exception: str = "relaunch, stop"
     """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:

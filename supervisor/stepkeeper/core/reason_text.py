@@ -363,7 +363,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.StillMoves(stacks=stacks, early=early):
             return f"the ranks {'may still be at work' if early else 'take long, and still move'}: {stacks}"
         case r.SilentStart(stacks=stacks):
-            return f"before the first word of the trainer library, {stacks}"
+            return f"before the first message of the trainer library, {stacks}"
         case r.PartFailed(part=part, error=error):
             return f"a mistake in Stepkeeper stopped {part}, and the training goes on (please report it): {error}"
         case r.Suspended(seconds=seconds):

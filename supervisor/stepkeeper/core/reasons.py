@@ -317,7 +317,7 @@ class RankLeft(_Reason, frozen=True, kw_only=True):
     rank: int
     node: str
     seen: bool  # how it ended
-    waiting: bool = False  # for the word of rank 0
+    waiting: bool = False  # for the message of rank 0
 
 
 class OutcomeMissing(_Reason, frozen=True, kw_only=True):
@@ -385,7 +385,7 @@ class CauseFound(_Reason, frozen=True, kw_only=True):
 
 
 class Recovery(_Reason, frozen=True, kw_only=True):
-    """The word of the ladder that a failure leads to."""
+    """The action of the ladder that a failure leads to."""
 
     action: Rung
     after_s: float = 0.0
@@ -625,7 +625,7 @@ class NodesLost(_Reason, frozen=True, kw_only=True):
     """No watcher answers on these nodes."""
 
     nodes: tuple[str, ...]
-    error: str = ""  # the last words of their srun
+    error: str = ""  # the last lines of their srun
 
 
 class LostRecently(_Reason, frozen=True, kw_only=True):
@@ -737,7 +737,7 @@ class Silent(_Reason, frozen=True, kw_only=True):
     """No step came for longer than is usual: the ranks' stacks are collected."""
 
     step: int | None = None
-    starting: bool = False  # the first word of the trainer library is late
+    starting: bool = False  # the first message of the trainer library is late
 
 
 class NoStacks(_Reason, frozen=True, kw_only=True):
@@ -761,7 +761,7 @@ class StillMoves(_Reason, frozen=True, kw_only=True):
 
 
 class SilentStart(_Reason, frozen=True, kw_only=True):
-    """What the ranks do before the first word of the trainer library."""
+    """What the ranks do before the first message of the trainer library."""
 
     stacks: str
 

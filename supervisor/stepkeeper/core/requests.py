@@ -1,6 +1,6 @@
 """What a person asks of a run that is under way: save now, or save and end.  Pure.
 
-An ask is told again until it is answered, so what cannot be done at the moment is simply left for later: through a
+A request comes again until it is answered, so what cannot be done at the moment is simply left for later: through a
 requeue it waits for the next attempt.
 """
 
@@ -27,9 +27,9 @@ def on_requested(state: State, event: on.Requested, policy: Policy) -> Decision:
     if decision is None:
         return Decision(state)
     ok = not any(isinstance(reason, because.SaveRefused) for reason in decision.why)
-    told = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
+    answered = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
     effects = (do.AnswerRequest(name=event.name, reasons=decision.why, ok=ok), *decision.effects)
-    return Decision(told, effects, decision.why)
+    return Decision(answered, effects, decision.why)
 
 
 ANSWERED_MAX = 16
@@ -60,7 +60,7 @@ def _stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
         case Phase.CLOSING:
             return closed(take(state, plan), event.at, policy, why)
         case Phase.REQUEUEING if state.requeue.requesting:
-            return None  # the next attempt hears of it
+            return None  # the next attempt gets it
         case Phase.REQUEUEING:
             return close(take(state, plan), event.at, plan, policy)
         case _:

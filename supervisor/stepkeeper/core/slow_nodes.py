@@ -16,7 +16,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Phase, State
 
-TELL, REPLACE = CHOICES = ("tell", "replace")
+REPORT, REPLACE = CHOICES = ("report", "replace")
 SLOWEST_LEAST = 1.1  # times as long as the others: else no node is the slowest
 
 replace = msgspec.structs.replace

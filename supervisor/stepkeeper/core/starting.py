@@ -105,7 +105,7 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
 def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], Why]:
     """Return the nodes without those that we excluded and Slurm gave us all the same, where enough are left.
 
-    One that was lost and is given again may be back: its watcher tells.
+    One that was lost and is given again may be back: its watcher reports it.
     """
     faulty = [each for each in event.excluded if each.until > event.at and not was_lost(each)]
     bad = tuple(dict.fromkeys(each.node for each in faulty if each.node in event.nodes))
@@ -144,8 +144,8 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
     if state.phase is Phase.TRAINING:
-        # a notice meanwhile reached no watcher: only Slurm can tell of it
-        # the word of the begin may have been lost: only warn, later
+        # a notice meanwhile reached no watcher: only Slurm can report it
+        # the message of the begin may have been lost: only warn, later
         unknown = state.identity.wrapped and not state.launch.all_tasks_started
         state = state.waiting_for_nothing()
         if unknown:
@@ -164,7 +164,7 @@ def _bus_comes(state: State, at: float, policy: Policy) -> State:
 
 
 def _say_again(state: State, *, first: bool) -> Decision:
-    """The watchers of a new bus missed what the old ones were told.
+    """The watchers of a new bus missed the orders to the old ones.
 
     Said to the first that is back, for one is enough for the ranks to agree on a save and the others may never
     come, and once more to all: twice a bus, however many nodes there are.

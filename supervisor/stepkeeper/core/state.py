@@ -89,7 +89,7 @@ class Timer(StrEnum):
     CLEARING = "clearing"  # every node is asked whether it is clear and fit
     NOT_CLEARED = "not_cleared"  # that takes too long: which nodes are missing?
     TASKS_STARTED = "tasks_started"
-    LIBRARY = "library"  # its first word
+    LIBRARY = "library"  # its first message
     SAVE = "save"
     RANKS_LEAVE = "ranks_leave"
     KILL = "kill"  # the end of what was killed
@@ -102,7 +102,7 @@ class Timer(StrEnum):
     # what runs beside it
     STORAGE_TEST = "storage_test"  # in STARTING: the end of the test under way
     STORAGE_RETRY = "storage_retry"  # in STARTING: the next one
-    HANG = "hang"  # in TRAINING: until then a word of the ranks must come
+    HANG = "hang"  # in TRAINING: until then a message of the ranks must come
     LIMIT = "limit"  # the job's time limit is near
     REQUEUE_END = "requeue_end"  # also where Slurm never answers
 
@@ -207,7 +207,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that failed: why is being found out while the next one is prepared."""
 
-    step: int | None  # that it had completed, as far as we heard
+    step: int | None  # that it had completed, as far as reported
     judge_by: float  # Unix seconds: then its cause counts as unknown
     judged: Judged | None = None
 
@@ -215,7 +215,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class Suspended(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which nothing ran, and which say nothing of how fast this run is."""
 
-    step: float = 0.0  # of the newest suspension, until the step that it fell into was heard of
+    step: float = 0.0  # of the newest suspension, until the step that it fell into was reported
     save: float = 0.0  # during the save in flight
     asked: bool = False  # a question to Slurm was under way: its answer is of before
 
@@ -316,9 +316,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     all_tasks_started: bool = False  # every task has, or a rank spoke
     library_seen: bool = False  # a rank with the trainer library said hello
     library_withdrawn: bool = False  # then rank 0 said that it saves nothing on request any more
-    bus_restarted: bool = False  # words of its ranks may be lost
+    bus_restarted: bool = False  # messages of its ranks may be lost
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
-    step: int | None = None  # the last one completed, as far as we heard
+    step: int | None = None  # the last one completed, as far as reported
     saving: str | None = None  # save_id in flight
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault): faults that do not make a job leave
     to_replace: str = ""  # a slow node, at the next checkpoint
@@ -327,7 +327,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     found: Finding | None = None  # why it failed, as we saw ourselves
 
     def runs(self, number: int) -> bool:
-        """Tell whether this is the launch of that number, and its ranks may run: else a word of it comes too late."""
+        """Return whether this is the launch of that number, and its ranks may run: else its message is late."""
         return self.running and number == self.number
 
 
@@ -345,7 +345,7 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan | None = None
     fallback_plan: Plan | None = None  # what comes if outcome.json denies that the training is finished
-    term_at: float | None = None  # when Slurm told the batch process to end
+    term_at: float | None = None  # when Slurm sent the batch process SIGTERM
     leave_at: float | None = None  # Slurm's limit: by then the requeue must be on its way
     preempted_at: float | None = None  # PreemptTime, as Slurm announced it while the job ran
     eviction_confirmed: bool = False  # Slurm said why it takes the allocation: SIGTERM to the steps is no news

@@ -46,7 +46,7 @@ HEADER = """\
 Made by `python -m stepkeeper.core.table`; a test holds it to the code. Each column is a typical state of a
 phase, each cell what `decide` makes of the event there: the next phase where it changes, then the effects
 in their order. A dot: nothing. With other data an event can lead elsewhere: the scenarios in
-`tests/core/scenarios` tell those stories, and what `tests/core/test_properties.py` states holds for all.
+`tests/core/scenarios` show those stories, and what `tests/core/test_properties.py` states holds for all.
 """
 
 replace = msgspec.structs.replace
@@ -121,7 +121,7 @@ def _states() -> dict[str, State]:
 
 
 def _samples() -> dict[str, on.Event]:
-    """Return one event of each kind, and a few of those that Slurm's answer tells apart."""
+    """Return one event of each kind, and a few of those that Slurm's answer distinguishes."""
     job = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0)
     ending = replace(job, state=on.JobState.COMPLETING, slurm_state="COMPLETING")
     return {

@@ -33,21 +33,21 @@ from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State, Ti
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
 EXIT_GAVE_UP = 93  # NVIDIA's ft_launcher: do not start me again
-SHELL_OF_SIGNAL = 128  # and the number: how shells, and many handlers, tell of an end by a signal
+SHELL_OF_SIGNAL = 128  # and the number: how shells, and many handlers, report an end by a signal
 
 replace = msgspec.structs.replace
 
 
 def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Decision:
-    """Every task runs: whether the script uses the trainer library is still to be heard."""
+    """Every task runs: whether the script uses the trainer library is not known yet."""
     if not state.launch.runs(event.launch) or state.launch.all_tasks_started:
         return Decision(state)
     why = because.TasksStarted(warm=event.warm, cold=event.cold)
-    return Decision(_begun(state, event.at, policy), (), (why,))
+    return Decision(_with_tasks_started(state, event.at, policy), (), (why,))
 
 
-def _begun(state: State, at: float, policy: Policy) -> State:
-    """The launch need not be waited for, but the first word of the library.  A lost watcher keeps its deadline."""
+def _with_tasks_started(state: State, at: float, policy: Policy) -> State:
+    """The launch need not be waited for, but the first message of the library.  A lost watcher keeps its deadline."""
     waited_for = not state.launch.all_tasks_started and state.phase is Phase.TRAINING and all_ready(state)
     state = replace(
         state,
@@ -78,7 +78,7 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
 
 
 def _on_unable(state: State, event: on.RankHello) -> Decision:
-    """The script is one without the library, perhaps only from now on: its silence tells nothing any more.
+    """The script is one without the library, perhaps only from now on: its silence means nothing any more.
 
     All ranks withdraw; rank 0 says it for all.
     """
@@ -234,7 +234,7 @@ def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decis
 
 
 def _prompted(state: State) -> State:
-    """The ranks left as if they had been told to: a question of our own accord becomes one about that."""
+    """The ranks left as if they had been asked to: a question of our own accord becomes one about that."""
     return replace(state, query=replace(state.query, signal="")) if state.query.signal == NO_SIGNAL else state
 
 
@@ -243,7 +243,7 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if not state.launch.runs(event.launch):
         return Decision(state)
     if not state.launch.library_seen and state.identity.wrapped:
-        state = _begun(state, event.at, policy)
+        state = _with_tasks_started(state, event.at, policy)
     faults = tuple(fault for node, fault in state.launch.hints if node == event.node)
     why: Why = (
         because.RankFailed(rank=event.rank, node=event.node, code=event.code, signal=event.signal, faults=faults),
@@ -261,7 +261,7 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
 
 def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why) -> Decision:
     first = state.launch.first_failure or why
-    ours = state.launch.killed or state.phase is not Phase.TRAINING  # it was told to end, or dies of another's death
+    ours = state.launch.killed or state.phase is not Phase.TRAINING  # it was ended, or dies of another's death
     look = () if ours else (do.Look(node=event.node, reasons=why),)
     state = replace(state, launch=replace(state.launch, first_failure=first))
     if event.code == EXIT_GAVE_UP:
@@ -376,7 +376,7 @@ def _never_began(state: State, at: float, why: Why, policy: Policy) -> Decision:
 
 
 def _after_failure(state: State, event: on.LaunchEnded, why: Why, policy: Policy) -> Decision:
-    """Relaunch; but while Slurm is being asked, its answer may tell that this was no failure."""
+    """Relaunch; but while Slurm is being asked, its answer may show that this was no failure."""
     if not state.query.asking and not event.stopped:
         return relaunch(state, event.at, why, policy)
     if event.stopped:

@@ -56,7 +56,7 @@ class Otherwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a launch ended, as far as the evidence tells."""
+    """Why a launch ended, as far as the evidence shows."""
 
     cause: Cause
     rule: str  # `no-evidence` where nothing matched

@@ -17,7 +17,7 @@ from stepkeeper.diagnosis.causes import Cause, Evidence, Otherwise, Plane, Role,
 LIKELY = 0.6
 SURE = 0.85
 KEPT_MAX = 20  # pieces of evidence in a verdict
-TOLD_FROM = 0.5  # of this confidence on, what is seen is told though it names no cause
+REPORTED_FROM = 0.5  # of this confidence on, what is seen is reported though it names no cause
 CONFIRMED_SHARE = 0.3  # of the doubt that independent evidence takes away
 CONTESTED_SHARE = 0.85  # of the confidence that is left where another root says something else
 NO_EVIDENCE = "no-evidence"
@@ -49,7 +49,7 @@ def classify(evidence: Iterable[Evidence]) -> Verdict:
     strongest = _strongest(pieces)
     if strongest is None:
         seen = max(pieces, key=lambda each: each.confidence, default=None)
-        known = seen if seen is not None and seen.confidence >= TOLD_FROM and seen.cause is Cause.UNKNOWN else None
+        known = seen if seen is not None and seen.confidence >= REPORTED_FROM and seen.cause is Cause.UNKNOWN else None
         rest = [each for each in pieces if each is not known]
         return Verdict(
             cause=Cause.UNKNOWN,
@@ -126,15 +126,15 @@ def _strongest(pieces: Sequence[Evidence]) -> Evidence | None:
         return application
     weak = [each for each in failures if each.role is Role.ROOT]
     followed = [each for each in failures if each.role is Role.CASCADE]
-    told = [each for each in followed if each.cause is Cause.CANCELLED]  # to end: another one had failed
+    ended = [each for each in followed if each.cause is Cause.CANCELLED]  # to end: another one had failed
     followed = [each for each in followed if each.cause is not Cause.CANCELLED]
     if weak or followed:
-        # a cascade that says much outweighs a word that a launcher said of many things
+        # a cascade that says much outweighs what a launcher says of many things
         return weak[0] if weak else max(followed, key=lambda each: (each.confidence, -followed.index(each)))
     finished = [each for each in pieces if each.cause is Cause.FINISHED]
     confirmed = [each for each in failures if each.role is Role.CONFIRMATION and each.confidence >= CONFIRMED_SHARE]
-    if told and not confirmed:
-        return max(told, key=lambda each: (each.confidence, -told.index(each)))
+    if ended and not confirmed:
+        return max(ended, key=lambda each: (each.confidence, -ended.index(each)))
     if confirmed and not finished:
         return confirmed[0]
     if finished and not confirmed:

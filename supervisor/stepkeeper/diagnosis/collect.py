@@ -38,7 +38,7 @@ _RANK = re.compile(r"(?:rank|error)-(\d{1,8})")
 
 
 class Announced(NamedTuple):
-    """Why a launch was to end, as the journal tells it: neither logs nor Slurm do."""
+    """Why a launch was to end, as the journal says: neither logs nor Slurm do."""
 
     at: float
     rule: str
@@ -48,7 +48,7 @@ class Announced(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a run, as the journal tells of it."""
+    """One launch of a run, as the journal shows it."""
 
     attempt: int
     launch: int
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     newest: bool  # of the run
     killed_at: float | None = None  # we ended its ranks, from then on
     found: Finding | None = None  # what the rules saw of it while it ran
-    told: tuple[Announced, ...] = ()  # why it was to end, where that was no failure
+    announced: tuple[Announced, ...] = ()  # why it was to end, where that was no failure
     job_id: int = 0  # that it ran in
     started: on.AttemptStarted | None = None  # its attempt
     following: on.AttemptStarted | None = None  # the next attempt, where this launch was the last one of its own
@@ -85,7 +85,7 @@ def launches(run: RunDirectory) -> list[Launch]:
     restarts: dict[tuple[int, int], int] = {}
     killed: dict[tuple[int, int], float] = {}
     seen: dict[tuple[int, int], Finding] = {}
-    told: dict[tuple[int, int], list[Announced]] = {}
+    announced: dict[tuple[int, int], list[Announced]] = {}
     jobs: dict[tuple[int, int], int] = {}
     starts: dict[int, on.AttemptStarted] = {}
     between: list[on.Event] = []
@@ -112,7 +112,7 @@ def launches(run: RunDirectory) -> list[Launch]:
             continue  # says nothing of the end, and a long run has many
         if current is not None and current[0] == record.attempt:
             found.setdefault(current, []).append(event)
-            told.setdefault(current, []).extend(_told(record))
+            announced.setdefault(current, []).extend(_announced(record))
         else:
             between.append(event)
             current = None
@@ -127,7 +127,7 @@ def launches(run: RunDirectory) -> list[Launch]:
             newest=(attempt, launch) == max(found),
             killed_at=killed.get((attempt, launch)),
             found=seen.get((attempt, launch)),
-            told=tuple({each.rule: each for each in reversed(told.get((attempt, launch), []))}.values()),
+            announced=tuple({each.rule: each for each in reversed(announced.get((attempt, launch), []))}.values()),
             job_id=jobs.get((attempt, launch), 0),
             started=starts.get(attempt),
             following=_following(starts, attempt) if (attempt, launch) in last else None,
@@ -151,8 +151,8 @@ def _following(starts: dict[int, on.AttemptStarted], attempt: int) -> on.Attempt
     return next((starts[number] for number in sorted(starts) if number > attempt), None)
 
 
-def _told(record: journal.Record) -> Iterator[Announced]:
-    """Yield why a launch is to end from this record on, if it says so.  What Slurm's answers tell is read off them."""
+def _announced(record: journal.Record) -> Iterator[Announced]:
+    """Yield why a launch is to end from this record on, if it says so.  What Slurm's answers show is read off them."""
     if record.phase not in (Phase.SAVING, Phase.STOPPING):
         return
     event, at = record.event, record.event.at
@@ -163,7 +163,7 @@ def _told(record: journal.Record) -> Iterator[Announced]:
             who = f"{event.by or 'somebody'} asked to save and end (stepkeeper stop), {instant(at)}"
             yield Announced(at, "asked-to-stop", Cause.STOPPED, Plane.APPLICATION, who)
     elif isinstance(said, because.SlurmSaid) and said.notice is Notice.TIME_LIMIT:
-        yield Announced(at, "limit-told", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
+        yield Announced(at, "limit-notice", Cause.TIME_LIMIT, Plane.SLURM, f"{record.why}, {instant(at)}")
     elif stops and not isinstance(said, because.SlurmSaid | because.SlurmUnreachable):
         yield Announced(at, "left-on-purpose", Cause.STOPPED, Plane.APPLICATION, f"{record.why}, {instant(at)}")
 
@@ -206,17 +206,17 @@ def of_launch(run: RunDirectory, launch: Launch) -> list[Evidence]:
 
 
 def _wordless(run: RunDirectory, launch: Launch) -> list[Evidence]:
-    """Return what tells of an end that nobody wrote down."""
+    """Return the evidence of an end that nobody wrote down."""
     if launch.ended is not None or launch.started is None or launch.following is None:
         return []
     answers = (event.job for event in launch.events if isinstance(event, on.SlurmAnswered))
     if any(job is not None and job.restarts > launch.restarts for job in answers):
-        return []  # the supervisor lived to hear of the requeue, and was killed in it: no node was lost
+        return []  # the supervisor lived to see the requeue, and was killed in it: no node was lost
     return unclean_exit.evidence(launch.started, launch.following, unclean_exit.rescuer(run, launch.started))
 
 
 def of_journal(launch: Launch) -> list[Evidence]:
-    """Return what the journal tells of a launch."""
+    """Return what the journal shows of a launch."""
     end = launch.ended.at if launch.ended is not None else float("inf")
     exits = [event for event in launch.events if isinstance(event, RankExited) and event.launch == launch.launch]
     faults = [event for event in launch.events if isinstance(event, NodeFaulted) and event.at <= end + FAULTS_BEFORE_S]
@@ -249,12 +249,12 @@ def _reasons(launch: Launch) -> list[Evidence]:
             text=each.text,
             at=each.at,
         )
-        for each in launch.told
+        for each in launch.announced
     ]
 
 
 def _words(launch: Launch) -> list[Evidence]:
-    """Return what the end of the launch itself tells."""
+    """Return what the end of the launch itself shows."""
     words: list[tuple[float, str, Cause, Role, float, str]] = []
     for event in launch.events:
         match event:
@@ -280,7 +280,7 @@ def of_logs(
     ends: log_lines.Ends = log_lines.THOROUGH,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Evidence]:
-    """Return what the logs, torch's error files and NCCL's dumps of a launch tell; nothing where there are none.
+    """Return what the logs, torch's error files and NCCL's dumps of a launch show; nothing where there are none.
 
     Args:
         directory: of the launch's logs.
@@ -293,7 +293,7 @@ def of_logs(
     """
     found: list[Evidence] = []
     places = {node: place for place, node in enumerate(first)}
-    # error files and srun's own words are short and tell most
+    # error files and srun's own lines are short and say most
     files = sorted(
         _files(directory),
         key=lambda path: (path.suffix != ".json" and path.name != SRUN_NAME, places.get(path.stem, len(places))),
@@ -313,7 +313,7 @@ def of_logs(
 
 
 def of_log(path: Path, ends: log_lines.Ends = log_lines.THOROUGH) -> list[Evidence]:
-    """Return what one log tells: srun's own, or that of a node, whose name it has.
+    """Return what one log shows: srun's own, or that of a node, whose name it has.
 
     Raises:
         OSError: it cannot be read.

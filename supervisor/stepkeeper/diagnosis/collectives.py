@@ -1,7 +1,7 @@
 """Where ranks are in their collectives, compared: what each waits in, and who has not come.  Pure.
 
 A collective ends when all ranks of its group have entered it.  Its number counts alike on all of them, so the oldest
-open number of a group names the collective that stands still, and the newest number of each rank tells who has not
+open number of a group names the collective that stands still, and the newest number of each rank shows who has not
 entered it.
 """
 

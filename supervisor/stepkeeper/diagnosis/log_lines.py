@@ -59,7 +59,7 @@ _WORD = re.compile(
 _REPEATED = re.compile(r" \[repeated \d+x across \w+(?: \w+)?\].{0,200}$")  # Ray says so of lines of several processes
 _SAYS_RANK = re.compile(r"\[rank(\d{1,8})\]|\[(?:[Gg]lobal )?[Rr]ank[ :]?\s?(\d{1,8})\]|\bRank (\d{1,8})\] ")
 # Stepkeeper's own besides what `logtext` writes today: a line of a console, a line of the library, a message of a
-# command, wrapper or watcher; that a command cannot be started is a word of the training
+# command, wrapper or watcher; that a command cannot be started is output of the training
 _OWN = re.compile(
     r"(?:[\d:TZ.+-]{5,40} )?\[(?:debug|info|warning|error|critical) *\] ?[a-z]+(?:_[a-z]+)*\s+"
     r"(?:[a-z_]+=\S+\s+){0,8}(?:why|reason|error|effects|said|node|code)="
@@ -73,7 +73,7 @@ _OWN_LOGGER = re.compile(
 
 
 class Said(NamedTuple):
-    """What a line says, and who wrote it, as far as it tells."""
+    """What a line says, and who wrote it, as far as it says."""
 
     rank: int | None
     text: str  # empty where it is one of Stepkeeper's own
@@ -123,7 +123,7 @@ def _without_words(text: str) -> str:
 
 
 def is_own(text: str) -> bool:
-    """Tell whether Stepkeeper wrote a line: it is no word of the training.
+    """Return whether Stepkeeper wrote a line: it is no output of the training.
 
     A supervisor's line has its keys in a fixed order; one of the library is an event and its values.
     """
@@ -137,7 +137,7 @@ def is_own(text: str) -> bool:
 # Logs of any size and content, as lines with their rank.
 #
 # A log is read at both ends only: how it began, and how it ended.  Colours, progress bars and the prefixes of
-# launchers and log collectors are taken off (prefixes.py), and so are Stepkeeper's own lines: they are no word of the
+# launchers and log collectors are taken off (prefixes.py), and so are Stepkeeper's own lines: they are no output of the
 # training.
 
 HEAD_BYTES_MAX = 512 * 1024

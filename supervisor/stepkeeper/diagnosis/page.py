@@ -15,14 +15,14 @@ from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
 
 MADE = "<!-- Made by `python -m stepkeeper.diagnosis.page docs/verdicts.md` from the rules.  Change them there. -->"
 LEAD = f"""
-`stepkeeper explain RUN` tells why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
+`stepkeeper explain RUN` shows why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
 `stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
 `--json` prints one object: `cause`, `rule`, `confidence`, `role`, `evidence`, `location`, `rank`, `node`, `otherwise`,
 `happened`, `todo`, and what people read besides: `message` (what the program or Slurm said), `who` (rank, node,
 process, GPU, and `log`, the file and line), `last_lines` (the last error-like lines of that log, or its last lines),
 `next` (what Stepkeeper does next, by the settings of the run) and `confirm` (commands).  `otherwise` is the verdict
-without the strongest piece of evidence.  Of a run it tells `run`, `attempt`, `launch`, `job_id`, `followed` (the launch
-after it) and `end` (how the newest attempt ended: `at`, `code`, `reason`) too.  RUN by the number of a job means the
+without the strongest piece of evidence.  Of a run it names `run`, `attempt`, `launch`, `job_id`, `followed` (the next
+launch) and `end` (how the newest attempt ended: `at`, `code`, `reason`).  RUN by the number of a job means the
 launches of that job, where several have worked on the run.
 
 The rules are data: `supervisor/stepkeeper/diagnosis/rules.toml`.  The logs that they are measured by are in
@@ -34,9 +34,9 @@ cause's row of the ladder (below).  A verdict of less confidence than {Limits().
 What the supervisor itself saw is a root too: `progress-silence` (a hang, with what its ranks did, see below),
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` (numerical).  A rank that it killed itself is no evidence, nor
 are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
-Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-told`, `left-on-purpose`; where
+Why it had a launch stopped is in the journal: `asked-to-stop` (who, and when), `limit-notice`, `left-on-purpose`; where
 the launch failed all the same, that only supports what else is known.
-An attempt that ended without a word is told by who had the job run again: Slurm itself, as it does where a node failed
+Of an attempt without a final record, the evidence is who had the job run again: Slurm, as it does where a node failed
 (`slurm-requeued-itself`), a watcher on another node than the supervisor's (`batch-node-gone`), or the one beside it,
 which proves that the node lives (`supervisor-gone`).
 
@@ -49,7 +49,7 @@ which proves that the node lives (`supervisor-gone`).
 4. Slurm's word is the verdict where it alone says why, or where it came before any rank failed.
 5. Of several roots, that of the rank that failed first; within one log the more certain one, then the earlier one.
 6. An error that training went on after did not end it.
-7. A process that was told to end, or was killed after another one had failed, gives way to what failed.
+7. A process that was asked to terminate, or was killed after another one had failed, gives way to what failed.
 8. In a chain of exceptions, the one that a rule knows counts; else the one named as the cause; else the last one.
    NCCL's `Last error:` decides over the kind of its error.
 9. A warning is a cascade, and weaker.
@@ -91,7 +91,7 @@ The verdict puts stacks and collectives together:
 | `its process 4711 is in read of /data/7.bin` | a process of the rank's own does, such as a data loader's worker |
 | `was stopped by a signal, and is in step (...)` | it can do nothing; so where it `waits for a device ...` |
 | `rank 2 has not entered it` | it is the one to look at: its stack, its node |
-| `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: its stack tells |
+| `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: see its stack |
 | `the ranks disagree at #812` | different collectives, or `all_reduce` of different sizes: an error of the program |
 | `on rank 2 the GPU has not begun it` | the program has queued it; what its GPU does before does not end |
 | `all 4 ranks that are known of have entered ...` | no rank is missing: the network, or the collective itself |
@@ -104,7 +104,7 @@ gives stacks only.
 
 LADDER = """
 Failures in the same way (the same cause at the same place) go along a row, `policy.on_CAUSE` in the configuration,
-until a step is verified beyond the one at which they happened; what cannot be done is passed over, and the last word
+until a step is verified beyond the one at which they happened; what cannot be done is passed over, and the last action
 holds for all that follow.  Causes without a row go by that of `unknown`.  Besides:
 
 - `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and

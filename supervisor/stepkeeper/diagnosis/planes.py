@@ -15,19 +15,19 @@ _SIGNAL_BASE = 128  # a shell's exit code of a process that signal N ended is 12
 
 # signal -> rule, cause, role, confidence, words
 SIGNALS: dict[int, tuple[str, Cause, Role, float, str]] = {
-    1: ("exit-told", Cause.CANCELLED, Role.CASCADE, 0.3, "SIGHUP: told to end"),
+    1: ("exit-terminated", Cause.CANCELLED, Role.CASCADE, 0.3, "SIGHUP: asked to terminate"),
     2: ("exit-interrupted", Cause.CANCELLED, Role.ROOT, 0.6, "SIGINT: interrupted"),
     4: ("exit-illegal", Cause.VERSION_MISMATCH, Role.ROOT, 0.6, "SIGILL: an instruction that this CPU does not know"),
-    6: ("exit-aborted", Cause.SEGFAULT, Role.CONFIRMATION, 0.45, "SIGABRT: gave up; its log tells why"),
+    6: ("exit-aborted", Cause.SEGFAULT, Role.CONFIRMATION, 0.45, "SIGABRT: gave up; its log says why"),
     7: ("exit-bus-error", Cause.SEGFAULT, Role.ROOT, 0.7, "SIGBUS: bus error, also of full shared memory"),
     8: ("exit-arithmetic", Cause.SEGFAULT, Role.ROOT, 0.8, "SIGFPE: an arithmetic error in native code"),
     9: ("exit-killed", Cause.HOST_MEMORY, Role.ROOT, 0.5, "SIGKILL: most often the kernel, for lack of memory"),
     11: ("exit-segfault", Cause.SEGFAULT, Role.ROOT, 0.85, "SIGSEGV: segmentation fault"),
-    15: ("exit-told", Cause.CANCELLED, Role.CASCADE, 0.4, "SIGTERM: told to end"),
+    15: ("exit-terminated", Cause.CANCELLED, Role.CASCADE, 0.4, "SIGTERM: asked to terminate"),
     24: ("exit-cpu-limit", Cause.CONFIGURATION, Role.ROOT, 0.8, "SIGXCPU: over the limit of CPU time"),
     25: ("exit-file-limit", Cause.CONFIGURATION, Role.ROOT, 0.8, "SIGXFSZ: a file over the limit of its size"),
 }
-"""What a signal that ended a rank tells."""
+"""What a signal that ended a rank shows."""
 
 # exit code -> the same
 CODES: dict[int, tuple[str, Cause, Role, float, str]] = {
@@ -39,16 +39,16 @@ CODES: dict[int, tuple[str, Cause, Role, float, str]] = {
     126: ("exit-not-executable", Cause.CONFIGURATION, Role.ROOT, 0.85, "exit code 126: it cannot be executed"),
     127: ("exit-not-found", Cause.CONFIGURATION, Role.ROOT, 0.85, "exit code 127: no such program"),
 }
-"""What an exit code of a rank tells."""
+"""What an exit code of a rank shows."""
 
 
 def exits(events: Iterable[RankExited], *, killed_at: float | None = None) -> list[Evidence]:
-    """Return what the ranks' exits tell: the first failing rank is root, those after it follow.
+    """Return what the ranks' exits show: the first failing rank is root, those after it follow.
 
-    An exit that was told twice counts once; one that nobody can tell more of says nothing.
+    An exit that was reported twice counts once; one of which nothing more is known counts as nothing.
 
     Args:
-        events: as they were heard.
+        events: in the order of their arrival.
         killed_at: when we ended the ranks ourselves: a signal that ended one later was ours.  An exit at this very
             instant is why we did.
     """
@@ -62,10 +62,10 @@ def exits(events: Iterable[RankExited], *, killed_at: float | None = None) -> li
     }
     known = {rank: event for rank, event in known.items() if rank not in ours}
     failed = [event for event in known.values() if _number(event) not in (None, EXIT_FINISHED, EXIT_STOPPED)]
-    told = [_of_exit(event, first=event is failed[0] if failed else True) for event in known.values()]
+    shown = [_of_exit(event, first=event is failed[0] if failed else True) for event in known.values()]
     if failed:
-        told = [each for each in told if each is not None and each.rule != "exit-finished"]
-    return [each for each in told if each is not None]
+        shown = [each for each in shown if each is not None and each.rule != "exit-finished"]
+    return [each for each in shown if each is not None]
 
 
 def _is_killed(event: RankExited) -> bool:
@@ -121,7 +121,7 @@ def _of_exit(event: RankExited, *, first: bool) -> Evidence | None:
 
 
 def faults(events: Iterable[NodeFaulted]) -> list[Evidence]:
-    """Return what faults of nodes tell; one that is no reason to leave the node supports others only."""
+    """Return what faults of nodes show; one that is no reason to leave the node supports others only."""
     newest = {(event.node, event.incident): event for event in events}
     return [
         Evidence(
@@ -139,7 +139,7 @@ def faults(events: Iterable[NodeFaulted]) -> list[Evidence]:
 
 
 def lost(nodes: Iterable[str], *, at: float | None, why: str) -> list[Evidence]:
-    """Return what it tells that watchers fell silent for good."""
+    """Return what it shows that watchers stopped answering for good."""
     return [
         Evidence(
             plane=Plane.NODE,
@@ -166,7 +166,7 @@ _STATES: tuple[tuple[tuple[str, ...], str, Cause, float, str], ...] = (
 
 
 def slurm(facts: Sequence[tuple[float, JobFacts]], *, restarts: int) -> list[Evidence]:
-    """Return what Slurm's answers tell, each with its instant.
+    """Return what Slurm's answers show, each with its instant.
 
     Args:
         facts: the answers, oldest first.

@@ -46,7 +46,7 @@ class Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     happened: str
     todo: str
     confirm: tuple[str, ...]  # commands; JOB, NODE and RUN stand for what is known of them
-    next: str = ""  # what Stepkeeper does, where no row of the ladder tells it
+    next: str = ""  # what Stepkeeper does, where no row of the ladder says it
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
-"""An attempt that ended without a word: its supervisor was killed, or the node that it lived on was lost.
+"""An attempt that ended without a final record: its supervisor was killed, or the node that it lived on was lost.
 
-Nobody could write down which.  What tells is who had the job run again: Slurm itself does so where a node failed
+Nobody could write down which.  The evidence is who had the job run again: Slurm itself does so where a node failed
 (NODE_FAIL); else a watcher did, and it is known on which node it was.
 """
 
@@ -24,7 +24,7 @@ def rescuer(run: RunDirectory, started: AttemptStarted) -> str:
 
 
 def evidence(started: AttemptStarted, following: AttemptStarted, rescued_by: str) -> list[Evidence]:
-    """Return what is known of the end of an attempt that could not tell it.
+    """Return what is known of the end of an attempt that left no record of it.
 
     Args:
         started: its begin.
@@ -35,7 +35,7 @@ def evidence(started: AttemptStarted, following: AttemptStarted, rescued_by: str
     gone = [node for node in started.nodes if node not in following.nodes]
     node = host if host in gone else (gone[0] if len(gone) == 1 else "")
     missing = f"; {', '.join(gone)} came back to the job no more" if gone else ""
-    begin = f"attempt {started.attempt} ended without a word"
+    begin = f"attempt {started.attempt} ended without a final record"
     if rescued_by == host:  # it lives: so does the node
         text = f"{begin}: the watcher on {host} requeued the job, since the supervisor there was gone (killed?)"
         return [_piece("supervisor-gone", Cause.UNKNOWN, 0.5, text, host)]

@@ -66,7 +66,7 @@ def _here(site: Site) -> Iterator[Finding]:
 
 
 def _version(site: Site) -> Iterator[Finding]:
-    version = site.text("SLURM_VERSION") or "not told"
+    version = site.text("SLURM_VERSION") or "not known"
     if site.version < OLDEST:
         yield Finding(
             level=Level.WARNING,
@@ -127,7 +127,7 @@ def _expedited(site: Site) -> Iterator[Finding]:
         subject=EXPEDITED,
         found="set",
         means="a job with --requeue=expedite is put back by Slurm itself when its script fails, and held if its nodes "
-        "are sound.  Requeues of ours stay the only ones; a job whose run is over is told not to come back",
+        "are sound.  Requeues of ours stay the only ones; a job whose run is over sets Requeue=0",
         remedy=f"`{OURS[0]}` without =expedite is enough.  A job that is held all the same (exit codes "
         f"{int(ExitCode.REQUEUE_FAILED)}, {int(ExitCode.UNDECIDED)}) goes on by: scontrol release JOB",
     )
@@ -143,9 +143,9 @@ def _codes(text: str) -> Iterator[int]:
 def _requeue_delay(site: Site) -> Iterator[Finding]:
     credential = site.option("AuthInfo", "cred_expire")
     seconds = float(credential) if credential and credential.isdigit() else CREDENTIAL_S
-    told = site.option("SchedulerParameters", "requeue_delay")
-    if site.version >= REQUEUE_DELAY_SINCE and told and told.isdigit():
-        seconds = float(told)
+    delay = site.option("SchedulerParameters", "requeue_delay")
+    if site.version >= REQUEUE_DELAY_SINCE and delay and delay.isdigit():
+        seconds = float(delay)
     if seconds <= 10:  # noqa: PLR2004 - nobody notices that
         yield Finding(level=Level.OK, subject="requeue delay", found=f"{seconds:g} s", means="a requeue costs little")
         return
@@ -239,14 +239,14 @@ def _preempted(site: Site, partition: Partition, *, user_signal: bool) -> Iterat
             + (f"GraceTime ({partition.grace_s:g} s)" if partition.grace_s else "KillWait, if it is quick enough"),
             remedy="" if partition.grace_s else f"admin: GraceTime=60 and PreemptMode=REQUEUE for {name}",
         )
-    told = "the batch process by SIGUSR1" if user_signal else "the watchers by SIGTERM"
+    gets = "the batch process gets SIGUSR1" if user_signal else "the watchers get SIGTERM"
     need = None if site.save_s is None else site.save_s + MARGIN_S
     if partition.grace_s == 0:
         yield Finding(
             level=Level.NOTE if need is None or need <= (site.seconds("KillWait") or 0) else Level.WARNING,
             subject="GraceTime",
             found=f"{name}: 0 s",
-            means="a preemption is told together with the end: only KillWait is left",
+            means="the signal of a preemption comes together with the end: only KillWait is left",
             remedy=f"admin: GraceTime={round((need or 55) + 5)} for {name}",
         )
     else:
@@ -255,7 +255,7 @@ def _preempted(site: Site, partition: Partition, *, user_signal: bool) -> Iterat
             level=Level.PROBLEM if short else Level.OK,
             subject="GraceTime",
             found=f"{name}: {partition.grace_s:g} s",
-            means=f"a preemption is told to {told} {partition.grace_s:g} s before the end"
+            means=f"at a preemption, {gets} {partition.grace_s:g} s before the end"
             + (f", and a save takes {site.save_s:.3g} s: it would not be finished" if short else ""),
             remedy=f"admin: GraceTime={round((need or 0) + 5)} for {name}; else save more often" if short else "",
         )
@@ -264,7 +264,7 @@ def _preempted(site: Site, partition: Partition, *, user_signal: bool) -> Iterat
             level=Level.NOTE,
             subject="send_user_signal",
             found="set",
-            means="at a preemption only a job that asked for a signal is told",
+            means="at a preemption, only a job that asked for a signal gets one",
             remedy=f"keep `{OURS[2]}120` in the batch script",
         )
 

@@ -1,4 +1,4 @@
-"""What a run would know of a command: its framework, whether a notice can be answered, how it is told to resume."""
+"""What a run would know of a command: its framework, its answer to a notice, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
     if found.notice_options:
         given = [option for option in found.notice_options if option in command]
         if given:
-            means = f"it saves by itself on the stop signal: {found.save}"
+            means = f"it saves on its own on the stop signal: {found.save}"
             return Finding(level=Level.OK, subject=subject, found=given[0], means=means)
         remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
         return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)

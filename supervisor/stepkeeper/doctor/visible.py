@@ -93,7 +93,7 @@ def _end(srun: subprocess.Popen[bytes]) -> str:
 
 
 def _wait(srun: subprocess.Popen[bytes], word: str, wanted: int, within_s: float) -> dict[str, float]:
-    """Return after how many seconds each node said a word; those that did not in time are missing."""
+    """Return after how many seconds each node answered; those that did not in time are missing."""
     assert srun.stdout is not None, "it is a pipe"
     began = time.monotonic()
     said: dict[str, float] = {}
@@ -108,8 +108,8 @@ def _wait(srun: subprocess.Popen[bytes], word: str, wanted: int, within_s: float
                 return said  # srun has ended
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
-                node, _, told = line.decode(errors="replace").partition(" ")
-                if told == word:
+                node, _, seen = line.decode(errors="replace").partition(" ")
+                if seen == word:
                     said[node] = time.monotonic() - began
     return said
 

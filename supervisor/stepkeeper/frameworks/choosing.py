@@ -156,7 +156,7 @@ def newest(
         framework: that wrote them.
         root: where they are.
         how: they are judged.
-        left_out: tells which do not count, and are in no answer.
+        left_out: names those that do not count, and are in no answer.
         by_name: the steps in their names order them, so that older ones need not be judged.
 
     Raises:

@@ -43,7 +43,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     xxh3_128: str
 
     def same_file(self, other: os.stat_result) -> bool:
-        """Whether a file was not written to since, as far as its times tell."""
+        """Whether a file was not written to since, as far as its times show."""
         return (self.inode, self.bytes, self.mtime_ns) == (other.st_ino, other.st_size, other.st_mtime_ns)
 
 
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What the digests of before tell."""
+    """What the digests of before show."""
 
     problems: tuple[str, ...] = ()
     rewritten: bool = False  # as a whole: another checkpoint of the same name

@@ -1,4 +1,4 @@
-"""The framework of a run's training script: which one, where its checkpoints are, and how it is told to resume."""
+"""The framework of a run's training script: which one, where its checkpoints are, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     has_arguments: bool = True  # there are resume arguments, which `{resume}` in CMD stands for
     appended: bool = False  # the script takes the resume arguments at the end of its command line
     option: str = ""  # in place of the framework's own, where the script calls it otherwise
-    resume: str = ""  # what shows how it is told to resume; where nothing does, what to do
+    resume: str = ""  # what shows how it is resumed; where nothing does, what to do
     save: str = ""  # how the framework can be asked for a save
-    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
     step_line: str = ""  # expression of a line that the script prints of a step, which is group 1

@@ -104,7 +104,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """How a script is told where its checkpoints go."""
+    """How a script gets the directory of its checkpoints."""
 
     options: tuple[str, ...] = ()  # of the command line
     keywords: tuple[str, ...] = ()  # of calls in the script, the one that counts most first
@@ -148,7 +148,7 @@ class Framework(Protocol):
     world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
     step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step
     total_options: tuple[str, ...] = ()  # that say the last step, for `step_line` alone
-    notice_options: tuple[str, ...] = ()  # by which it saves on a signal by itself
+    notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
     converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
     converted_option: str = ""  # the same of a command line, without a value
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough

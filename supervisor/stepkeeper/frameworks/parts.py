@@ -180,7 +180,7 @@ def _ranges(contents: Contents, below: str, extents: set[Extent]) -> dict[str, l
 
 
 def _note_younger(contents: Contents, metadata_name: str, files: list[str]) -> None:
-    """Note files that were changed after `.metadata`: without digests of before, nothing tells what that was."""
+    """Note files that were changed after `.metadata`: without digests of before, nothing shows what that was."""
     written_at = contents.tree.files[metadata_name].st_mtime
     younger = [file for file in files if contents.tree.files[file].st_mtime > written_at + LATER_S]
     if younger:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory, as they lie: names, sizes and times; links, pipes and the like are told apart.
+"""The files of a checkpoint directory, as they lie: names, sizes and times; links, pipes and the like stand apart.
 
 Nothing is followed: each file is opened below the root by `stepkeeper_trainer.formats.plain`, one directory after the
 other, so that no link leads out of the checkpoint.

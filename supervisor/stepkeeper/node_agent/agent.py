@@ -52,7 +52,7 @@ NOT_TO_LEAVE_FOR = (Outcome.RESOLVED, Outcome.NOTED, Outcome.PASSED, Outcome.SUS
 
 
 class Agent:
-    """One node's agent.  `run` returns when it was told to stop."""
+    """One node's agent.  `run` returns when it was asked to stop."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Agent:
         self._verdict_at = 0.0
         self._ledger_failed = ""
         self._said_gpus = (state.gpus, state.driver)
-        self._recorded = {each.id: each.count for each in state.incidents}  # sightings that the ledger tells of
+        self._recorded = {each.id: each.count for each in state.incidents}  # sightings that the ledger holds
         self._setup = SetupWatch(
             config,
             client,
@@ -119,7 +119,7 @@ class Agent:
         )
 
     def run(self) -> None:
-        """Take items until told to stop."""
+        """Take items until asked to stop."""
         self._record_boot()
         self._feed(on.Started(at=self.inbox.clock.now()))
         self._sources.start()
@@ -145,7 +145,7 @@ class Agent:
     # --- for the socket, from its thread ----------------------------------------------------------
 
     def seen(self) -> list[protocol.Seen]:
-        """Return the open incidents of this boot: what a job hears when it joins.  Safe on any thread."""
+        """Return the open incidents of this boot: what a job gets when it joins.  Safe on any thread."""
         state = self.state  # a frozen record: one look at it is consistent
         return [_seen(each, self.policy.mode) for each in state.incidents if _is_open(each, state)]
 
@@ -393,9 +393,9 @@ def _to_leave_for(state: State) -> list[Incident]:
 
 
 def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> protocol.Seen:
-    """Return what jobs hear of an incident.
+    """Return what jobs get of an incident.
 
-    An agent that only observes tells and changes nothing: no watcher, of an older version either, may leave the node.
+    An agent that only observes reports and changes nothing: no watcher, of an older version either, may leave the node.
     """
     why = incident.escalated or incident.why
     action, observed = incident.action, None

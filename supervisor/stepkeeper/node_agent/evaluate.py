@@ -28,9 +28,9 @@ class _Silence(msgspec.Struct):
     """The looks in a row at which a GPU did not answer."""
 
     since: float
-    standing: bool  # from the first look on
+    present_at_start: bool  # from the first look on
     looks: int = 0
-    told: bool = False
+    reported: bool = False
 
 
 class Evaluation:
@@ -59,10 +59,10 @@ class Evaluation:
         self.catalogue = catalogue
         self.health: dict[str, GpuHealth] = {}
         self.driver = ""
-        self.kernel_log = kernel_log  # somebody reads it: what it tells may come later than NVML's word
+        self.kernel_log = kernel_log  # somebody reads it: what it reports may come later than NVML's report
         self._silent: dict[str, _Silence] = {}
         self._short_since: float | None = None  # the first of the listings in a row that were too short
-        self._short_told = False
+        self._short_reported = False
         self._expected_gpus = expected_gpus
         self._prefix = only_pci_prefix
         self._devices = devices
@@ -71,7 +71,7 @@ class Evaluation:
     @property
     def wants_listing(self) -> bool:
         """Whether a listing was too short, and the next one, `LISTED_AGAIN_AFTER_S` later, shall confirm it."""
-        return self._short_since is not None and not self._short_told
+        return self._short_since is not None and not self._short_reported
 
     def events(self, reading: Reading, at: float) -> list[on.Event]:
         """Return what a reading means."""
@@ -120,10 +120,10 @@ class Evaluation:
             loaded = on.GpusReset(at=record.at, why="the driver was loaded anew, which sets up every GPU")
             return [] if self._prefix or record.sequence < 0 else [loaded]
         if (report := parse(record.text)) is None:
-            told = announcement(record.text)
-            if told is None or not self._is_there(told.pci):
+            found = announcement(record.text)
+            if found is None or not self._is_there(found.pci):
                 return []
-            return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=told.pci, uuid=told.uuid),))]
+            return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=found.pci, uuid=found.uuid),))]
         if not self._is_there(report.pci):
             return []
         from_journal = record.sequence < 0
@@ -153,34 +153,34 @@ class Evaluation:
 
     def _of_health(self, name: str, health: GpuHealth, before: GpuHealth | None, at: float) -> list[on.Event]:
         faults = nvml_health.judge_health(health, before, catalogue=self.catalogue)
-        faults += self._of_silence(name, health, standing=before is None)
+        faults += self._of_silence(name, health, present_at_start=before is None)
         return [on.FaultSeen(at=at, fault=fault) for fault in faults]
 
-    def _of_silence(self, name: str, health: GpuHealth, *, standing: bool) -> list[Fault]:
+    def _of_silence(self, name: str, health: GpuHealth, *, present_at_start: bool) -> list[Fault]:
         """Return the fault of a GPU that has been silent for long enough, once."""
         if not health.silent:
             self._silent.pop(name, None)
             return []
-        silence = self._silent.setdefault(name, _Silence(since=health.at, standing=standing))
+        silence = self._silent.setdefault(name, _Silence(since=health.at, present_at_start=present_at_start))
         silence.looks += 1
         long = health.at >= silence.since + nvml_health.SILENT_BELIEVED_AFTER_S
-        if silence.told or not long or silence.looks < nvml_health.SILENT_LOOKS:
+        if silence.reported or not long or silence.looks < nvml_health.SILENT_LOOKS:
             return []
-        silence.told = True
-        return [nvml_health.silent(health, standing=silence.standing, catalogue=self.catalogue)]
+        silence.reported = True
+        return [nvml_health.silent(health, present_at_start=silence.present_at_start, catalogue=self.catalogue)]
 
     def _of_listing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:
         """Return the fault of a list that is too short, and was before."""
         fault = self._missing(gpus, at)
         self._known |= {gpu.pci: gpu.uuid for gpu in gpus if gpu.uuid or gpu.pci not in self._known}
         if fault is None:
-            self._short_since, self._short_told = None, False
+            self._short_since, self._short_reported = None, False
         elif self._short_since is None:
             self._short_since = at
             return None
         elif at < self._short_since + nvml_health.LISTED_AGAIN_AFTER_S:
             return None
-        self._short_told = fault is not None
+        self._short_reported = fault is not None
         return fault
 
     def _missing(self, gpus: Sequence[Gpu], at: float) -> Fault | None:

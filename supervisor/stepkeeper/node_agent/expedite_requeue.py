@@ -226,7 +226,7 @@ class RequeueExpediter:
         return True
 
     def joined(self, job_id: int, restart_count: int) -> None:
-        """Hear that an attempt of a job has begun for sure: its own processes say so."""
+        """Note that an attempt of a job has begun for sure: its own processes say so."""
         with self._changed:
             entry = self._entries.get(job_id)
             if entry is None or restart_count <= entry.job_request.restart_count:
@@ -334,7 +334,7 @@ class RequeueExpediter:
         entry.progress = msgspec.structs.replace(entry.progress, sent_at=None, requeues=requeues)
 
     def _refused(self, entry: _Entry, error: SlurmError) -> None:
-        """Ask again later: the next answer tells whether the call took effect."""
+        """Ask again later: the next answer shows whether the call took effect."""
         if error.unreachable:
             if not entry.unreachable:
                 self._log.warning("expedite_waits_for_slurm", job=entry.job_request.job_id, why=str(error))

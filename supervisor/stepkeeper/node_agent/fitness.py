@@ -46,7 +46,7 @@ def look(catalogue: Catalogue, expected_gpus: int, within_s: float = LOOK_WITHIN
     if gone is not None:
         problems.append(gone.why)
     if len(look.health) < len(status.gpus):
-        problems.append(f"only {len(look.health)} of {len(status.gpus)} GPUs told how they are")
+        problems.append(f"only {len(look.health)} of {len(status.gpus)} GPUs reported their health")
     for each in look.health:
         if each.silent:
             problems.append(f"GPU {each.pci} does not answer: {'; '.join(each.errors)}")
@@ -122,7 +122,7 @@ class VerdictWriter:
     def __init__(
         self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`on_failure` hears of a mistake of ours: the thread ends with it."""
+        """`on_failure` gets a mistake of ours: the thread ends with it."""
         self._path = path
         self._on_error = on_error
         self._on_failure = on_failure

@@ -32,7 +32,7 @@ from stepkeeper.slurm.nodes import NodeClient, NodeFacts
 
 
 def mistaken(node: NodeFacts) -> str:
-    """Return why the node is another machine; "" where it is this one, or where that cannot be told."""
+    """Return why the node is another machine; "" where it is this one, or where that is not known."""
     return judge_identity(node, socket.gethostname(), is_local)
 
 
@@ -55,7 +55,7 @@ def _short(name: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Tell whether an address is one of this machine's: only such a one can be bound.  True where nobody can tell."""
+    """Return whether an address is one of this machine's: only such a one can be bound.  True where unknown."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -139,7 +139,7 @@ def examine(config: NodeConfig, facts: Facts) -> list[Finding]:
 
 def _mode(config: NodeConfig) -> Iterator[Finding]:
     acts = config.mode is Mode.ACT
-    means = "the agent drains its node when a GPU fails" if acts else "the agent tells, and changes nothing"
+    means = "the agent drains its node when a GPU fails" if acts else "the agent reports, and changes nothing"
     yield Finding(level=Level.OK, subject="mode", found=config.mode.value, means=means)
     if config.test.allow_injected:
         yield Finding(
@@ -201,7 +201,7 @@ def _node(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
             subject="Slurm",
             found=facts.slurm_error,
             means="nothing can be drained until slurmctld answers; the agent goes on trying",
-            remedy="`scontrol ping` tells whether slurmctld is up",
+            remedy="`scontrol ping` shows whether slurmctld is up",
         )
     else:
         yield Finding(

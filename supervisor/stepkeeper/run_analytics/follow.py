@@ -167,16 +167,16 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
 
 def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
     """Print what is new: each decision once, and progress now and then."""
-    told: Record | None = None
+    shown: Record | None = None
     step: object = None
     progress_due_at = 0.0
     look = Look(run)
     while True:
         seen = look.look()
-        for record in _new(seen, told):
+        for record in _new(seen, shown):
             at = printing.instant(record.event.at)
             printing.say(f"{at}  {place(record):<6} {record.phase.value:<10}  {record.why}")
-            told = record
+            shown = record
         now = time.time()
         status, queued = seen.status, seen.queued
         newest = (
@@ -192,7 +192,7 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
         sleep(EVERY_S)
 
 
-def _new(seen: Glance, told: Record | None) -> tuple[Record, ...]:
-    if told is None or told not in seen.told:
-        return seen.told[-5:] if told is None else seen.told
-    return seen.told[seen.told.index(told) + 1 :]
+def _new(seen: Glance, shown: Record | None) -> tuple[Record, ...]:
+    if shown is None or shown not in seen.told:
+        return seen.told[-5:] if shown is None else seen.told
+    return seen.told[seen.told.index(shown) + 1 :]

@@ -83,8 +83,8 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.Tick() | on.WatcherReady() if _leaves_node(record):
             return Ending.NODE
         case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.reasons and launch.ending is Ending.RUNNING:
-            told = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
-            return Ending.STOPPED if told else Ending.RESTARTED  # `reasons` tell more
+            asked = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
+            return Ending.STOPPED if asked else Ending.RESTARTED  # `reasons` say more
         case _:
             return None
 
@@ -228,7 +228,7 @@ def name_of(directory: str) -> str:
 
 
 class History(msgspec.Struct, kw_only=True):
-    """What a journal tells, before the rows of the steps are known."""
+    """What a journal holds, before the rows of the steps are known."""
 
     attempts: list[Attempt] = msgspec.field(default_factory=list)
     incidents: Incidents = msgspec.field(default_factory=Incidents)
@@ -241,14 +241,14 @@ class History(msgspec.Struct, kw_only=True):
 
 def read_history(records: Iterable[Record]) -> History:
     """Read the records, oldest first; those of a superseded attempt may stand between the newer one's."""
-    teller = Teller()
+    builder = HistoryBuilder()
     for record in records:
-        teller.take(record)
-    return teller.told()
+        builder.take(record)
+    return builder.history()
 
 
-class Teller:
-    """Takes the records one after the other, oldest first; what they tell so far can be asked for at any time."""
+class HistoryBuilder:
+    """Takes the records one after the other, oldest first; `history` can be asked for at any time."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[int, int, int], Attempt] = {}
@@ -256,8 +256,8 @@ class Teller:
         self.saving: dict[Key, int] = {}  # since when
         self.seen = History()
 
-    def told(self) -> History:
-        """Return what the records tell so far.  A timeline that is built of it changes nothing here."""
+    def history(self) -> History:
+        """Return what the records say so far.  A timeline that is built from it changes nothing here."""
         copy = msgspec.structs.replace
         attempts = [
             copy(attempt, launches=[copy(launch) for launch in attempt.launches]) for attempt in self.open.values()
@@ -278,7 +278,7 @@ class Teller:
             self.open[key] = attempt
         at = attempt.ended = max(attempt.ended, at)
         if attempt.said_end:
-            return  # nothing counts after its last word
+            return  # nothing counts after its final record
         self._notice_nodes(attempt, record, at)
         self._follow(attempt, record, at)
         self._phases(attempt, record, at)
@@ -362,7 +362,7 @@ class Teller:
         self._end(launch, record)
         event = record.event
         if getattr(event, "launch", launch.number) != launch.number:
-            return  # a late word of an earlier one
+            return  # a late message of an earlier one
         match event:
             case on.LaunchBegan():
                 launch.all_tasks_started = True
@@ -413,6 +413,6 @@ class Teller:
 
 def _greet(launch: Launch, event: on.RankHello) -> None:
     """A rank speaks; what it resumed from counts, where a tier had something newer."""
-    launch.heard = launch.all_tasks_started = True
+    launch.library_seen = launch.all_tasks_started = True
     if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
         launch.resumed_step, launch.resumed_from = event.resumed_step, ""

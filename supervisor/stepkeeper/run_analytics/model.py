@@ -16,7 +16,7 @@ from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
-SILENT_S = 120.0  # a supervisor hears of each step; what says nothing for longer is pointed out
+SILENT_S = 120.0  # each step reaches the supervisor; what writes nothing for longer is pointed out
 SILENT_STEPS = 10
 
 
@@ -132,7 +132,7 @@ class Launch(msgspec.Struct, kw_only=True):
     resumed_step: int = 0  # 0: from the beginning
     resumed_from: str = ""
     all_tasks_started: bool = False  # every task started
-    heard: bool = False  # a rank with the trainer library spoke
+    library_seen: bool = False  # a rank with the trainer library sent a message
     phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase) while it ran
     saves: list[Saved] = msgspec.field(default_factory=list)
     ending: Ending = Ending.RUNNING
@@ -156,8 +156,8 @@ class Attempt(msgspec.Struct, kw_only=True):
     job_id: int
     restart_count: int
     began: int
-    ended: int  # of the newest one that still runs: the newest word of it
-    said_end: bool = False  # it ended with a word
+    ended: int  # of the newest one that still runs: its newest record
+    said_end: bool = False  # it ended with a final record
     exit_code: int | None = None
     why: str = ""
     nodes: tuple[str, ...] = ()  # at its start
@@ -172,7 +172,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     def outcome(self) -> str:
         """Say how it ended."""
         if not self.said_end:
-            return "ended without a word"
+            return "ended without a final record"
         return next((each.meaning for each in ExitCode if each.value == self.exit_code), self.why)
 
 
@@ -317,7 +317,7 @@ class RowTable:
 
 
 def read_rows(path: Path) -> dict[Key, Rows]:
-    """Return what `metrics.csv` tells of each launch.  A missing file tells nothing; torn lines are passed over.
+    """Return what `metrics.csv` holds of each launch.  A missing file holds nothing; torn lines are passed over.
 
     Raises:
         OSError: it is there and cannot be read.

@@ -104,7 +104,7 @@ class Nodes:
             case _:
                 pass  # it says nothing of one node
 
-    def told(self) -> list[Node]:
+    def listed(self) -> list[Node]:
         """Return the nodes: those that a person looks for first, then by name."""
         order = list(NodeState)
         found = [self._node(name) for name in self._names]

@@ -20,8 +20,8 @@ class Row(msgspec.Struct, frozen=True):
     """A completed step, as `metrics.csv` has it."""
 
     step: int
-    loss: float | None  # None: the script tells none
-    at: float  # Unix seconds; 0: not told
+    loss: float | None  # None: the script reports none
+    at: float  # Unix seconds; 0: not known
     launch: tuple[int, int]  # attempt, launch
 
 
@@ -66,7 +66,7 @@ def steps(status: Status) -> str:
 
 
 def loss(status: Status) -> str:
-    """Return the newest loss in words; empty where the script tells none."""
+    """Return the newest loss in words; empty where the script reports none."""
     if status.loss_not_finite:
         return "loss NaN or infinite"
     return f"loss {status.loss:.5g}" if status.loss is not None else ""

@@ -27,7 +27,7 @@ _FORMAT = "--format=%i|%T|%S|%r"
 
 
 class Waits(StrEnum):
-    """Why nobody works on a run that goes on by itself."""
+    """Why nobody works on a run that continues without a person."""
 
     SUBMITTED = "submitted"
     REQUEUED = "requeued"
@@ -54,7 +54,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(run: RunDirectory, status: Status | None) -> Waiting | None:
-    """Return what a run waits for: its newest job that has not said a word; None where one works on it, or it is over.
+    """Return what a run waits for: its newest job without a record; None where one works on it, or it is over.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -101,7 +101,7 @@ def query_all(jobs: Collection[str]) -> dict[str, Queued]:
     try:
         return {each.job: each for each in _squeue(sorted(jobs), WITHIN_S)}
     except SlurmError:
-        return {}  # the list of all runs shows what the run directories tell
+        return {}  # the list of all runs shows what the run directories hold
 
 
 def _squeue(jobs: Collection[str], within_s: float) -> list[Queued]:
@@ -144,20 +144,20 @@ def _followed_by(run: RunDirectory, status: Status) -> str | None:
 
 
 def words(queued: Queued, now: float) -> str:
-    """Return it as a person reads it, with what to do where nothing will happen by itself."""
+    """Return it as a person reads it, with what to do where nothing happens without a person."""
     if queued.error:
         return f"nothing: {queued.error}"
     if queued.state is None:
-        return f"job {queued.job} is not in the queue any more: `sacct -j {queued.job}` tells how it ended"
-    told = f"job {queued.job} is {queued.state}" + (f" ({queued.reason})" if queued.reason else "")
+        return f"job {queued.job} is not in the queue any more: `sacct -j {queued.job}` shows how it ended"
+    said = f"job {queued.job} is {queued.state}" + (f" ({queued.reason})" if queued.reason else "")
     if is_over(queued):
-        return f"{told}: nothing goes on by itself"
+        return f"{said}: nothing goes on without you"
     if "held" in queued.reason.lower():
         who = "an administrator does" if "admin" in queued.reason.lower() else "somebody does"
-        return f"{told}: it waits until {who} `scontrol release {queued.job}`"
+        return f"{said}: it waits until {who} `scontrol release {queued.job}`"
     if queued.state == "PENDING" and queued.expected_at is not None and queued.expected_at > now:
         at = instant(queued.expected_at)
-        return f"{told}: expected to start in {duration(queued.expected_at - now)} ({at}), as Slurm plans now"
+        return f"{said}: expected to start in {duration(queued.expected_at - now)} ({at}), as Slurm plans now"
     if queued.state == "PENDING":
-        return f"{told}: Slurm tells no expected start yet"
-    return told
+        return f"{said}: Slurm shows no expected start yet"
+    return said

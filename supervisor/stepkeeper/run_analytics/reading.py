@@ -30,11 +30,11 @@ LOOK_AGAIN_S = 300.0  # at the files of a step directory that has not changed
 
 
 def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
-    """Read everything that a run has written.  What is missing tells nothing; what is torn is passed over.
+    """Read everything that a run has written.  What is missing says nothing; what is torn is passed over.
 
     Args:
         run: the run directory.
-        now: Unix seconds, to tell a silent run from a running one; the clock's by default.
+        now: Unix seconds, to distinguish a silent run from a running one; the clock's by default.
 
     Raises:
         OSError: a file is there and cannot be read.
@@ -49,7 +49,7 @@ class Reader:
         self._run = run
         self._journal = lines.Growing(run.journal)
         self._metrics = lines.Growing(run.path / METRICS_NAME)
-        self._teller = history.Teller()
+        self._builder = history.HistoryBuilder()
         self._table = model.RowTable()
         self._looked_at: dict[str, _LookedAt] = {}
         self.nodes = Nodes()
@@ -62,23 +62,23 @@ class Reader:
         """
         with self._journal.look() as (another, found):
             if another:
-                self._teller, self.nodes = history.Teller(), Nodes()
+                self._builder, self.nodes = history.HistoryBuilder(), Nodes()
             for line in found:
                 if (record := journal.decode(line)) is not None:
-                    self._teller.take(record)
+                    self._builder.take(record)
                     self.nodes.take(record)
         with self._metrics.look() as (another, found):
             if another:
                 self._table = model.RowTable()
             for line in found:
                 self._table.take(line)
-        told = self._teller.told()
-        _tell_rescues(self._run, told)
+        said = self._builder.history()
+        _add_rescues(self._run, said)
         checkpoints = self._run.checkpoints
         return timeline.build(
-            told,
+            said,
             self._table.rows,
-            timeline.checkpoints(told, lineages.read(checkpoints), on_disk(checkpoints, self._looked_at)),
+            timeline.checkpoints(said, lineages.read(checkpoints), on_disk(checkpoints, self._looked_at)),
             updated_at=_updated_at(self._run),
             now=micro(time.time() if now is None else now),
         )
@@ -161,12 +161,12 @@ def _changed_at(directory: Path) -> float:
         with os.scandir(directory) as entries:
             return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
     except OSError:
-        return 0.0  # what is wrong there is told as its problem
+        return 0.0  # what is wrong there is reported as its problem
 
 
-def _tell_rescues(run: RunDirectory, told: history.History) -> None:
-    """Say of attempts that ended without a word who requeued them."""
-    attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in told.attempts}
+def _add_rescues(run: RunDirectory, said: history.History) -> None:
+    """Say of attempts that ended without a final record who requeued them."""
+    attempts = {(attempt.job_id, attempt.restart_count): attempt for attempt in said.attempts}
     for rescue in lease.read_rescues(run.path):
         attempt = attempts.get((rescue.job_id, rescue.restart_count))
         if attempt is None or attempt.said_end:
@@ -175,7 +175,7 @@ def _tell_rescues(run: RunDirectory, told: history.History) -> None:
         launch = attempt.launches[-1] if attempt.launches else None
         if launch is not None:
             launch.decided = decided  # whatever was decided before, nobody was left to do it
-        told.incidents.found.append(
+        said.incidents.found.append(
             Incident(
                 at=micro(rescue.at),
                 attempt=attempt.number,
@@ -186,14 +186,14 @@ def _tell_rescues(run: RunDirectory, told: history.History) -> None:
                 node=rescue.node,
             )
         )
-    told.incidents.found.sort(key=lambda each: each.at)
+    said.incidents.found.sort(key=lambda each: each.at)
 
 
 def _updated_at(run: RunDirectory) -> int | None:
     try:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
-        return None  # a status that is none tells nothing; the journal counts
+        return None  # a status that is none says nothing; the journal counts
     return micro(status_file.heard_at(status)) if status is not None else None
 
 
@@ -211,7 +211,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     commit: str = ""
     changed: bool = False  # besides the commit, what is not committed ran too
     directory: str = ""  # of the git working tree
-    unknown: str = ""  # why git did not tell
+    unknown: str = ""  # why git did not say
     scripts: dict[str, str] = {}  # files of the command line, with their digests
     stepkeeper: str = ""  # its version
     settings: dict[str, str] = {}  # those that are not the defaults

@@ -1,6 +1,6 @@
 """Where the time of a run went: attempts and steps -> spans that follow each other without a gap.  Pure.
 
-A launch is told apart by its rows (`at` is when a step was completed):
+A launch is distinguished by its rows (`at` is when a step was completed):
 
     begin ... first row - one usual step    starting
     first row ... last row                  productive; lost beyond the step that the next launch resumed from
@@ -26,7 +26,7 @@ from stepkeeper.run_analytics.model import Accounts, Attempt, Ending, Key, Launc
 # What was suspended of a run's time: the supervisor did not run, and the ranks completed no steps.  Pure.
 #
 # The supervisor knows for how long it stood still itself.  Where the batch host alone did, steps went on meanwhile,
-# and nothing was suspended: what the steps of that time took longer than usual tells the two apart.
+# and nothing was suspended: what the steps of that time took longer than usual distinguishes the two.
 
 Stretch = tuple[int, int]
 # of a stretch: where its steps were less late in sum, they went on meanwhile.  Far from 1: the supervisor was waiting
@@ -136,8 +136,8 @@ _OF_PHASE = {
 class Ends(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about the end of the whole run."""
 
-    until: int  # the end of the timeline: the last word, or now
-    over: bool  # nothing runs, and nothing will by itself
+    until: int  # the end of the timeline: the last record, or now
+    over: bool  # nothing runs, and nothing will without a person
     finished: bool
     durable_step: int = 0  # newest committed one of the current state
 
@@ -156,7 +156,7 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
         if (known := rows.get((attempt.number, launch.number)))
     }
     typical = int(statistics.median([each for each in usuals.values() if each] or [0]))
-    usuals = {key: each or typical for key, each in usuals.items()}  # a single step does not tell how long one is
+    usuals = {key: each or typical for key, each in usuals.items()}  # a single step does not show how long one is
     for index, attempt in enumerate(attempts):
         following = attempts[index + 1].began if index + 1 < len(attempts) else None
         last = following is None
@@ -271,7 +271,7 @@ def _without_steps(launch: Launch, begin: int, end: int, *, reported: bool) -> I
     for at, until, phase in _cut(launch.phases, begin, end):
         if phase != Phase.TRAINING.value:
             yield at, until, _OF_PHASE.get(phase, Use.STOPPING)
-        elif launch.heard or reported or not launch.all_tasks_started:
+        elif launch.library_seen or reported or not launch.all_tasks_started:
             yield at, until, Use.STARTING  # it never came to its first step
         else:
             yield at, until, Use.UNKNOWN

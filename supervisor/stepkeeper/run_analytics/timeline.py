@@ -62,7 +62,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     loss_not_finite: bool = False  # the newest one is no finite number
     rate: float | None = None  # the newest learning rate
-    why: str = ""  # the newest word on how it ended, or what it waits for
+    why: str = ""  # the newest record of how it ended, or what it waits for
 
     def launches(self) -> Iterator[Launch]:
         """Yield the launches of all attempts."""
@@ -71,7 +71,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int | None:
-        """How the newest attempt ended; None where it runs, or ended without a word."""
+        """How the newest attempt ended; None where it runs, or ended without a final record."""
         return self.attempts[-1].exit_code if self.attempts else None
 
     @property
@@ -96,7 +96,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(
-    told: History,
+    said: History,
     rows: dict[Key, Rows],
     checkpoints: Sequence[Checkpoint] = (),
     *,
@@ -106,15 +106,15 @@ def build(
     """Make the timeline.
 
     Args:
-        told: what the journal tells.
+        said: what the journal holds.
         rows: the steps of each launch, from `metrics.csv`.
         checkpoints: the step directories.
         updated_at: when the supervisor last wrote its status.
-        now: to tell a silent run from a running one; nothing else depends on it.
+        now: to distinguish a silent run from a running one; nothing else depends on it.
     """
-    coarse = not rows and bool(told.progress)
-    rows = rows or told.progress
-    attempts = told.attempts
+    coarse = not rows and bool(said.progress)
+    rows = rows or said.progress
+    attempts = said.attempts
     _hear_rows(attempts, rows)
     until = max((attempt.ended for attempt in attempts), default=0)
     newest = attempts[-1] if attempts else None
@@ -138,8 +138,8 @@ def build(
         attempts=attempts,
         spans=spans,
         accounts=spending.accounts(spans),
-        incidents=told.incidents.found,
-        incidents_left_out=told.incidents.left_out,
+        incidents=said.incidents.found,
+        incidents_left_out=said.incidents.left_out,
         checkpoints=list(checkpoints),
         rows=rows,
         kept_until=limits,
@@ -154,7 +154,7 @@ def build(
 
 
 def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
-    """A row is a word of its launch: an attempt that was killed lived at least until then."""
+    """A row is a sign of life of its launch: an attempt that was killed lived at least until then."""
     for index, attempt in enumerate(attempts):
         limit = attempts[index + 1].began if index + 1 < len(attempts) else None
         for launch in attempt.launches:
@@ -163,8 +163,8 @@ def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
                 continue
             launch.last_step = known.step[-1]
             if not attempt.said_end:
-                heard = known.at[-1]
-                attempt.ended = max(attempt.ended, heard if limit is None else min(heard, limit))
+                last = known.at[-1]
+                attempt.ended = max(attempt.ended, last if limit is None else min(last, limit))
 
 
 def _standing(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: int | None) -> Standing:
@@ -224,17 +224,17 @@ class OnDisk(NamedTuple):
     changed_at: float = 0.0  # Unix seconds: the newest change of its files
 
 
-def checkpoints(told: History, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
-    """Return every step directory that anything tells of, oldest step first.
+def checkpoints(said: History, lineage: Lineage | None, disk: Mapping[str, OnDisk] | None) -> list[Checkpoint]:
+    """Return every step directory that anything names, oldest step first.
 
     Args:
-        told: the journal.
+        said: the journal.
         lineage: of the run, if there is one.
         disk: by name, what is there; None where nobody looked.
     """
-    saves = _by_directory(save for attempt in told.attempts for launch in attempt.launches for save in launch.saves)
+    saves = _by_directory(save for attempt in said.attempts for launch in attempt.launches for save in launch.saves)
     commits = {commit.directory: commit for commit in lineage.commits.values()} if lineage is not None else {}
-    names = dict.fromkeys((*saves, *commits, *told.verified, *(disk or ())))
+    names = dict.fromkeys((*saves, *commits, *said.verified, *(disk or ())))
     chain = set(lineage.chain()) if lineage is not None and lineage.tells_steps else None
     found = []
     for name in names:
@@ -244,7 +244,7 @@ def checkpoints(told: History, lineage: Lineage | None, disk: Mapping[str, OnDis
             continue
         save_id = commit.save_id if commit is not None else there.save_id if there is not None else ""
         marks = lineage.marks.get(save_id, frozenset()) if lineage is not None else frozenset()
-        problem, verified = judged(name, told, there)
+        problem, verified = judged(name, said, there)
         states = [condition(problem, verified=verified)]
         states += [mark for mark in MARKS if mark in marks]
         if disk is not None and there is None and PRUNED not in marks:
@@ -262,21 +262,21 @@ def checkpoints(told: History, lineage: Lineage | None, disk: Mapping[str, OnDis
                 emergency=save.emergency if save is not None else False,
                 states=tuple(states),
                 problem=problem,
-                resumed=told.chosen.get(name, 0),
+                resumed=said.chosen.get(name, 0),
             )
         )
     return sorted(found, key=lambda each: (each.step, each.at or 0, each.directory))
 
 
-def judged(name: str, told: History, there: OnDisk | None) -> tuple[str, bool]:
+def judged(name: str, said: History, there: OnDisk | None) -> tuple[str, bool]:
     """Return what is wrong with a step directory, and whether it is known that nothing is.
 
-    The journal's newest word counts for the files that it spoke of: not for those that were written to since.
+    The journal's newest record counts for the files that it spoke of: not for those that were written to since.
     """
-    word = told.verified.get(name)
+    word = said.verified.get(name)
     if there is None:
         return word or "", word is not None
-    if there.changed_at > told.verified_at.get(name, 0.0) + CLOCKS_DIFFER_S:
+    if there.changed_at > said.verified_at.get(name, 0.0) + CLOCKS_DIFFER_S:
         word = None
     if there.verified or there.problem:
         return there.problem, not there.problem

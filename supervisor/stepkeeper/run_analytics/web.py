@@ -122,7 +122,7 @@ class Watched:
             seen = self._reader.see()
             started = reading.read(self._run, (attempt.number for attempt in seen.attempts))
             about = msgspec.structs.replace(self._about, started=started)
-            nodes = self._reader.nodes.told()
+            nodes = self._reader.nodes.listed()
             parts = live.whole_parts(seen, about, nodes)
         except OSError as error:
             with self._changing:

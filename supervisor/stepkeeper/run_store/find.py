@@ -250,7 +250,7 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
     raise StepkeeperError(
         f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
-        f"go to the submit directory, or name the run directory; `squeue -j {job}` tells whether it waits in the queue",
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` shows whether it waits in the queue",
         ExitCode.NOTHING_FOUND,
     )
 

@@ -82,7 +82,7 @@ class Line(NamedTuple):
 
 
 def epoch_of(record: Record) -> tuple[int, int]:
-    """Return job id and restart count: they tell the records of one attempt from those of others."""
+    """Return job id and restart count: they distinguish the records of one attempt from those of others."""
     return record.job_id, record.restart_count
 
 
@@ -289,7 +289,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     node_losses: int = 0
     best_step: int | None = None
     previous: str = ""  # how the attempt before ended, in words
-    ended: bool = False  # it ended with a word
+    ended: bool = False  # it ended with a final record
     at: float = 0.0  # of its newest record, Unix seconds
     nodes: tuple[str, ...] = ()  # that the attempt before used at last
     excluded: tuple[Exclusion, ...] = ()
@@ -310,7 +310,7 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
     nodes: tuple[str, ...] | None = None
     records = (line.record for line in read_lines(path, newest_first=True) if line.record is not None)
     for number, record in enumerate(itertools.islice(records, LATE_RECORDS_MAX + NODES_EVERY)):
-        # a superseded supervisor may say its last word after the newer one's
+        # a superseded supervisor may write its last record after the newer one's
         if last is None or (number < LATE_RECORDS_MAX and epoch_of(record) > epoch_of(last)):
             last, nodes = record, None
         if nodes is None and epoch_of(record) == epoch_of(last):
@@ -322,7 +322,7 @@ def reconstruct(path: Path, *, now: float | None = None) -> Carried:
     else:
         ago = max(0.0, (now if now is not None else time.time()) - last.event.at)
         previous = (
-            f"attempt {last.attempt} ended without a word while {last.phase.value}, "
+            f"attempt {last.attempt} ended without a final record while {last.phase.value}, "
             f"{ago:.0f} s ago: its supervisor was killed or its node lost"
         )
     return Carried(

@@ -79,7 +79,7 @@ def superseded(run_directory: Path, ours: Lease) -> Lease | None:
     """Return the lease of a newer attempt, if there is one; put ours back if an older one overwrote it.
 
     Raises:
-        OSError, LeaseError: it cannot be told now; ask again later.
+        OSError, LeaseError: it is not known now; ask again later.
     """
     held = leases.read(run_directory)
     if held is not None and held.epoch > ours.epoch:

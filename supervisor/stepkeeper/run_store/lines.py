@@ -193,7 +193,7 @@ def ended_at(run: Path, attempt: int, launch: int) -> Ended | None:
 def losses_before(run: Path, most: int = LOSSES_MAX) -> tuple[tuple[int, float], ...]:
     """Return steps and losses of the newest state, oldest first: at most so many, spread over the end of the file.
 
-    Steps that were done again count once, as they were done last.  What cannot be read tells nothing: the loss watch
+    Steps that were done again count once, as they were done last.  What cannot be read says nothing: the loss watch
     then begins anew.
     """
     try:

@@ -63,7 +63,13 @@ REASONS: dict[str, dict[str, object]] = {  # merged before 0.2: what each is now
     "nodes_not_released": {"reason": "nodes_released"},
     "idle_unknown": {"reason": "idle_nodes"},
 }
-_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE, *REASONS}).encode() + b')"')
+RULES = {  # of a diagnosis
+    "loader-told-to-end": "loader-terminated",
+    "told-to-end": "terminated",
+    "exit-told": "exit-terminated",
+    "limit-told": "limit-notice",
+}
+_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE, *REASONS, *RULES}).encode() + b')"')
 
 
 def translate(data: bytes) -> bytes:
@@ -87,7 +93,7 @@ def translate(data: bytes) -> bytes:
         record["effects"] = [_tagged(each, "effect", EFFECTS) if isinstance(each, dict) else each for each in effects]
     if isinstance(missed := record.get("missed"), dict):
         record["missed"] = _renamed(missed, STATE)
-    return msgspec.json.encode(record)
+    return msgspec.json.encode(_rules(record))
 
 
 def _tagged(value: dict[str, Any], field: str, tags: dict[str, str]) -> dict[str, Any]:
@@ -99,6 +105,20 @@ def _tagged(value: dict[str, Any], field: str, tags: dict[str, str]) -> dict[str
 
 def _renamed(value: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {names.get(key, key): each for key, each in value.items()}
+
+
+def _rules(value: Any) -> Any:
+    """Rename rules of the diagnosis, wherever they are."""
+    match value:
+        case dict():
+            return {
+                key: RULES.get(each, each) if key == "rule" and isinstance(each, str) else _rules(each)
+                for key, each in value.items()
+            }
+        case list():
+            return [_rules(each) for each in value]
+        case _:
+            return value
 
 
 def _reasons(value: Any) -> Any:

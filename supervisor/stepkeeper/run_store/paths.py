@@ -316,7 +316,7 @@ def kept(directory: Path, *, wanted: bool, every_s: float = EVERY_S) -> Iterator
         last = False
         while not last:
             last = ending.wait(every_s)
-            with contextlib.suppress(OSError):  # storage that is away: the next pass, or the next attempt's, tells
+            with contextlib.suppress(OSError):  # storage that is away: the next pass, or the next attempt's, finds it
                 share_with_group(directory)
 
     thread = threading.Thread(target=work, name="sharing", daemon=True)

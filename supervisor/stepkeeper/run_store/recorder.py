@@ -1,6 +1,6 @@
-"""Which events reach the journal, and what its reader must be told of those that do not.
+"""Which events reach the journal, and what its reader must know of those that do not.
 
-A training says far more than a journal of months may hold: words of steps are samples there, and of quick saves some
+A training says far more than a journal of months may hold: messages of steps are samples there, and of quick saves some
 are left out.  What was left out has changed the state all the same, so the next record holds these changes (`missed`):
 a reader that applies them decides what we decided.
 """

@@ -18,7 +18,7 @@ from stepkeeper_trainer.formats.plain import read_plain
 
 ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
 SILENT_AFTER_S = 20.0  # a status that is older was not renewed: nobody writes it, or the storage hangs
-# of a version that wrote only when something happened: it heard of each step
+# of a version that wrote only when something happened: each step reached it
 OLD_SILENT_S, OLD_SILENT_STEPS = 120.0, 10
 
 
@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     loss_not_finite: bool = False  # that of the newest step is NaN or infinite
     step_seconds: float | None = None
-    checkpoint_step: int | None = None  # newest committed one that we heard of
+    checkpoint_step: int | None = None  # newest committed one that was reported
     resumed_from: str | None = None
     library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
     waits_for: tuple[str, ...] = ()  # of a launch that is to start: `core.gates.Gate`, the first first
@@ -51,7 +51,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     suspended_seconds: float = 0.0  # of this attempt: its supervisor did not run
     started_at: float
     updated_at: float  # the newest event
-    alive_at: float | None = None  # the supervisor's loop ran; None: of a version that did not tell
+    alive_at: float | None = None  # the supervisor's loop ran; None: of a version that did not write it
 
 
 NO_LIBRARY = (
@@ -74,7 +74,7 @@ def is_over(path: Path) -> bool:
 
 
 def heard_at(status: Status) -> float:
-    """Return when the supervisor wrote its newest word."""
+    """Return when the supervisor wrote its newest record."""
     return max(status.updated_at, status.alive_at or 0.0)
 
 
@@ -110,8 +110,8 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
     if isinstance(event, on.CheckpointChosen):
         found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
     if isinstance(event, on.RankHello) and state.resume.step != before.resume.step:
-        told = f"step {state.resume.step}, which the ranks brought"
-        found |= {"resumed_from": told, "checkpoint_step": state.resume.step, "step": state.resume.step}
+        source = f"step {state.resume.step}, which the ranks brought"
+        found |= {"resumed_from": source, "checkpoint_step": state.resume.step, "step": state.resume.step}
     return found
 
 

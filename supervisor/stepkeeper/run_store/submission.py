@@ -35,7 +35,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     job: str  # as Slurm's commands name it: its number, or `ARRAY_TASK`
     at: float  # Unix seconds
     directory: str  # in which sbatch was called
-    log: str = ""  # of the batch script, as Slurm tells it
+    log: str = ""  # of the batch script, as Slurm shows it
     script: str = ""  # the batch script
     secret: bool = False  # script, options or arguments hold what looks like a secret: no copy of them was kept
     path: str = ""  # of the script; empty where sbatch read it from its standard input
@@ -95,7 +95,7 @@ def read(run: Path) -> Submission | None:
     except (FileNotFoundError, PermissionError):
         return None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None  # of a newer version, or torn: it tells nothing
+        return None  # of a newer version, or torn: it says nothing
     return found if found.job.replace("_", "", 1).isdigit() else None
 
 
@@ -112,7 +112,7 @@ _BLOCK = 1 << 20
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command runs, as far as it can be told; empty where it cannot."""
+    """What a command runs, as far as it is known; empty where it is not."""
 
     format: int = FORMAT
     command: tuple[str, ...] = ()  # CMD, without secrets
@@ -120,7 +120,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     commit: str = ""
     changes_xxh3: str = ""  # of what is not committed, new Python files included; empty where there is nothing
     scripts: dict[str, str] = {}  # files of the command line, with their digests
-    unknown: str = ""  # why git did not tell
+    unknown: str = ""  # why git did not say
 
 
 def look_at_code(command: Sequence[str], directory: Path) -> Code:
@@ -128,7 +128,7 @@ def look_at_code(command: Sequence[str], directory: Path) -> Code:
     scripts = {
         word: digest for word in command if word.endswith((".py", ".sh")) and (digest := _digest(directory, word))
     }
-    told = tuple(redact_words(command))
+    shown = tuple(redact_words(command))
     first = next(iter(scripts), "")
     beside = (directory / first).parent if first else directory
     try:
@@ -141,13 +141,13 @@ def look_at_code(command: Sequence[str], directory: Path) -> Code:
         for name, digest in new:
             changes.update(f"{name}\0{digest}\0".encode(errors="surrogateescape"))
     except (OSError, subprocess.SubprocessError) as error:
-        return Code(command=told, scripts=scripts, unknown=_why(error))
+        return Code(command=shown, scripts=scripts, unknown=_why(error))
     changed = changes.hexdigest() if diff or new else ""
-    return Code(command=told, directory=top, commit=commit, changes_xxh3=changed, scripts=scripts)
+    return Code(command=shown, directory=top, commit=commit, changes_xxh3=changed, scripts=scripts)
 
 
 def code_differences(before: Code, now: Code) -> list[str]:
-    """Return in words what is not the same; nothing where one of them could not be told."""
+    """Return in words what is not the same; nothing where one of them is not known."""
     found = []
     if before.commit and now.commit and before.commit != now.commit:
         found.append(f"commit {before.commit[:12]} became {now.commit[:12]}")

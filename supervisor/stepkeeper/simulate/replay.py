@@ -1,7 +1,7 @@
 """Decide a real run again, and find where today's rules differ from what was decided then.
 
-The journal leaves out what came to nothing: most words of steps, some of quick saves.  What these changed in the state
-stands in the record after them, so the replay is exact.  Journals of release 0.1 have none of that: there the state
+The journal leaves out what came to nothing: most messages of steps, some of quick saves.  What these changed in the
+state stands in the record after them, so the replay is exact.  Journals of 0.1 have none of that: there the state
 lacks a step number, a pace or a save in flight, and a difference right after such a gap may be none.
 """
 

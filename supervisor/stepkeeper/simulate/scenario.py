@@ -3,7 +3,7 @@
 A scenario is a comment with the story, then one event a line (`SECONDS Event key=value ...`).  After each stands what
 comes of it: `> .` where nothing does, else the phase, what of the state matters, the reason, and the orders.  Lines
 with `>` are made anew.  What an event leaves out is filled in: from the state (the newest launch and bus), else with
-something usual (node `a`).  `given training step=900` plays the usual start first (`words=40`: and so many words of
+something usual (node `a`).  `given training step=900` plays the usual start first (`words=40`: and so many messages of
 steps up to that one, each of a second and a loss of 1), `policy name=value` changes a limit.
 """
 
@@ -263,8 +263,8 @@ def describe(before: State, decision: Decision) -> Iterator[str]:
         fields: dict[str, object] = msgspec.structs.asdict(effect)
         reasons = getattr(effect, "reasons", ())
         fields |= {"reasons": _reasons(reasons) if reasons != decision.why else ""} if reasons else {}
-        told = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
-        yield " ".join([">   ->", type(effect).__name__, *told])
+        words = [f"{name}={_show(value)}" for name, value in fields.items() if value not in (None, ()) and value != ""]
+        yield " ".join([">   ->", type(effect).__name__, *words])
 
 
 def _reasons(why: Why) -> str:

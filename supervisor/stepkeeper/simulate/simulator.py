@@ -42,7 +42,7 @@ class Simulator:
     def __init__(self, world: World, policy: Policy, seed: int, listener: Listener | None = None) -> None:
         self.world = world
         self.listener = listener  # of every decision
-        self.policy = msgspec.structs.replace(policy, hang_watch=False)  # no word of single steps comes here
+        self.policy = msgspec.structs.replace(policy, hang_watch=False)  # no message of single steps comes here
         self.random = random.Random(seed)  # noqa: S311 - the same run for the same seed
         self.result = Result()
         self.now = 0.0

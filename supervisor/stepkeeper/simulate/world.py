@@ -57,7 +57,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 120.0  # from the start of the processes to the first step
     stop_s: float = 3.0  # from SIGKILL to the end of the Slurm step
     judge_s: float = 2.0  # why a launch failed
-    detect_s: float = 1.0  # until a fault or a dead rank is heard of
+    detect_s: float = 1.0  # until a fault or a dead rank is reported
     silence_s: float = 12.0  # until a lost node's watcher is missed
     slurm_s: float = 0.3  # an answer of Slurm
     queue_s: float = 600.0  # mean wait after a requeue

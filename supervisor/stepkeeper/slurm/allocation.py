@@ -1,4 +1,4 @@
-"""Our job as Slurm's environment tells it: what we hold, and whether we are its batch process."""
+"""Our job as Slurm's environment describes it: what we hold, and whether we are its batch process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 def is_batch_process(environment: Mapping[str, str]) -> bool:
     """Tell whether we are a batch process; else a person's `salloc` or bare `srun` holds the allocation.
 
-    A Slurm step of a batch job looks like a bare `srun`: only Slurm can tell the two apart.
+    A Slurm step of a batch job looks like a bare `srun`: only Slurm can distinguish the two.
 
     Raises:
         StepkeeperError: we are in no job, or where Slurm's signals would reach somebody else.
@@ -171,10 +171,10 @@ def let_end(code: int, environment: Mapping[str, str], ask: Callable[..., str]) 
     try:
         settings = ask("scontrol", "show", "config")
     except SlurmError:
-        return ""  # nothing says that it would hold the job; who has asked it before has told that it does not answer
+        return ""  # nothing says that it would hold the job; who asked it before has reported that it does not answer
     if EXPEDITED_PARAMETER not in settings:
         return ""
     if not re.search(r"\sExpeditedRequeue=Yes(?:\s|$)", ask("scontrol", "-o", "show", "job", job)):
         return ""
     ask("scontrol", "update", f"JobId={job}", "Requeue=0")
-    return f"job {job} has expedited requeue, and is over: Slurm is told not to put it back and hold it"
+    return f"job {job} has expedited requeue, and is over: Requeue=0 keeps Slurm from putting it back and holding it"

@@ -88,7 +88,7 @@ class SlurmClient(Protocol):
             job: Ours: what cannot be read off the job is taken from our environment.
             run_directory: Absolute.
             nodes: That the job was submitted with; some may have been given back since.
-            words: Our own command line: it may tell the batch script's arguments exactly.
+            words: Our own command line: it may show the batch script's arguments exactly.
             exclude: Nodes on which the new job may not run.
         """
         ...

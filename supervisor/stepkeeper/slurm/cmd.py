@@ -191,7 +191,7 @@ def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
         )
     if program := starts_everywhere(command):
         raise StepkeeperError(
-            f"{program} starts processes on all nodes by itself, and would be started once a GPU: let srun start them, "
+            f"{program} starts processes on all nodes, and would be started once a GPU: let srun start them, "
             "`stepkeeper run -- srun --mpi=pmix OPTIONS PROGRAM` (`srun --mpi=list` shows the kinds)",
             ExitCode.USAGE,
         )
@@ -296,13 +296,13 @@ def _range_place(command: Sequence[str]) -> tuple[int, tuple[int, int]] | None:
 
 
 def takes_resume(command: Sequence[str]) -> bool:
-    """Return whether a CMD hears where to resume from: by an argument, or by reading the variable itself.
+    """Return whether a CMD gets the checkpoint to resume from: by an argument, or by reading the variable itself.
 
     >>> takes_resume(["bash", "-c", "python train.py"])
     False
     """
-    heard = with_resume(command, resume_argument("/")) != with_resume(command, ())
-    return heard or any(RESUME_VARIABLE in word for word in command)
+    by_argument = with_resume(command, resume_argument("/")) != with_resume(command, ())
+    return by_argument or any(RESUME_VARIABLE in word for word in command)
 
 
 def leaves_shape_to_the_job(line: Sequence[str]) -> bool:

@@ -75,7 +75,7 @@ def call(
     return done.stdout
 
 
-_MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what tells its kind
+_MADE = "%N|%T|%f|%G|%c|%m"  # of sinfo: a node, its state, and what shows its kind
 _Made = tuple[str, set[str], int, int]  # GPUs, features, CPUs, memory
 _USABLE = "idle,allocated,mixed,completing,reserved,planned"
 CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller does not answer
@@ -140,7 +140,7 @@ class SlurmCommands:
         return parse_settings(self._call("scontrol", "show", "config"))
 
     def time(self) -> float | None:
-        """Return what the controller's clock tells, Unix seconds; None where it does not say."""
+        """Return the time of the controller's clock, Unix seconds; None where it does not say."""
         return parse_time(self._call("scontrol", "show", "config"))
 
     def slurmds(self, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -360,7 +360,7 @@ def parse_settings(text: str) -> ClusterSettings:
     kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", text, re.MULTILINE)
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
     if kill_wait is None:
-        raise SlurmError("scontrol show config: it does not tell KillWait")
+        raise SlurmError("scontrol show config: it shows no KillWait")
     return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
 
 

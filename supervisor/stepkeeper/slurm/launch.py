@@ -96,7 +96,7 @@ def _beside(name: str) -> list[str]:
 
 def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
     """Return the user's own srun line with our step options, which yield to the user's."""
-    assert is_own_srun(line), "the CMD rule tells an own srun line by its first word"
+    assert is_own_srun(line), "the CMD rule knows an own srun line by its first word"
     return [line[0], *_step_options(log_pattern), *line[1:]]
 
 
@@ -144,7 +144,7 @@ _GEOMETRY = frozenset(
 # What would make a Python of ours load somebody else's modules, or behave otherwise.
 _PYTHON = frozenset(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONWARNINGS"))
 
-# What sbatch has set for the job that tells how it was submitted; srun sets some of them anew for a Slurm step.
+# What sbatch has set for the job that shows how it was submitted; srun sets some of them anew for a Slurm step.
 _OF_SUBMISSION = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -241,7 +241,7 @@ def _children(srun: int) -> list[int]:
     return found
 
 
-# What Slurm says around the end of a Slurm step without telling why: warnings, and what follows from an end.  Pure.
+# What Slurm says around the end of a Slurm step without saying why: warnings, and what follows from an end.  Pure.
 
 _FOLLOWS = re.compile(
     rf"""
@@ -266,7 +266,7 @@ _FOLLOWS = re.compile(
 
 
 def only_follows(text: str) -> bool:
-    """Tell whether a line of Slurm's tells of no cause: a warning, or that what runs of a Slurm step is ended.
+    """Return whether a line of Slurm's names no cause: a warning, or that what runs of a Slurm step is ended.
 
     >>> follows("srun: error: n2: task 1: Killed"), follows("srun: warning: can't honor --ntasks-per-node")
     (True, True)

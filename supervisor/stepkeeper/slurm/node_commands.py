@@ -195,14 +195,14 @@ def parse_owned_job(text: str, job_id: int) -> OwnedJob:
     """Parse the line of one job in `scontrol -o show job`, which shows a whole array for its leader.
 
     A job's name, directory and comment are its user's, and may look like any field.  The name stands before all that
-    is read here, the others behind it: a line that tells of two owners is refused.
+    is read here, the others behind it: a line that names two owners is refused.
 
     >>> parse_owned_job("JobId=7 JobName=x UserId=me(1000) GroupId=g(1) JobState=PENDING Reason=None Restarts=1 "
     ...                 "EligibleTime=1790000000 ExcNodeList=a NodeList=(null)", 7).uid
     1000
 
     Raises:
-        SlurmError: no such job in it, or nobody can tell whose it is.
+        SlurmError: no such job in it, or its owner is not known.
     """
     line = next((line for line in text.splitlines() if re.match(rf"JobId={job_id}\s", line)), None)
     if line is None:
@@ -259,7 +259,7 @@ def parse_pids(text: str) -> dict[int, tuple[int, ...]]:
 
 
 def owners(pids: Mapping[int, tuple[int, ...]], *, proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """Return the users whom the jobs' processes belong to; () where that cannot be told of every job.
+    """Return the users whom the jobs' processes belong to; () where that is not known of every job.
 
     Root's processes say nothing: Slurm keeps one of its own in a job.
     """

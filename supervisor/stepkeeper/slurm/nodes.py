@@ -46,10 +46,10 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobsHere(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is on a node now, as the node itself tells."""
+    """Who is on a node now, as the node itself says."""
 
     jobs: tuple[int, ...] = ()
-    uids: tuple[int, ...] = ()  # the jobs' owners; empty where the owner of any of them cannot be told
+    uids: tuple[int, ...] = ()  # the jobs' owners; empty where the owner of any of them is not known
 
 
 class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """Return how Slurm's commands are told of this job and of no other."""
+        """Return the arguments of Slurm's commands that name this job and no other."""
         return self.task or str(self.job_id)
 
 

@@ -37,13 +37,13 @@ def serve(pyslurm: Any, answer: Callable[[bytes], object]) -> None:
     }
     for line in sys.stdin:
         what, *arguments = json.loads(line)
-        told: dict[str, Any]
+        reply: dict[str, Any]
         try:
-            told = {"result": calls[what](*arguments)}
+            reply = {"result": calls[what](*arguments)}
         except pyslurm.RPCError as error:
             number = error.errno if isinstance(error.errno, int) else -1
-            told = {"error": str(error), "unreachable": number in UNREACHABLE, "no_such_job": number == NO_SUCH_JOB}
-        answer(json.dumps(told).encode() + b"\n")
+            reply = {"error": str(error), "unreachable": number in UNREACHABLE, "no_such_job": number == NO_SUCH_JOB}
+        answer(json.dumps(reply).encode() + b"\n")
 
 
 def job_facts(job: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def end_at(end: float | None, limit_min: Any) -> float | None:
 
 
 def instant(seconds: Any) -> float | None:
-    """Return Unix seconds, None where Slurm has no time to tell."""
+    """Return Unix seconds, None where Slurm has no such time."""
     return float(seconds) if isinstance(seconds, int) and 0 < seconds < NEVER_S else None
 
 

@@ -151,10 +151,10 @@ class PyslurmClient:
         """See `SlurmClient`."""
         if not job.isdigit():
             return self._commands.job(job)
-        told = self._call("job", int(job))
-        if told.pop("id") != int(job):  # the leader of an array stands for all its tasks
+        found = self._call("job", int(job))
+        if found.pop("id") != int(job):  # the leader of an array stands for all its tasks
             return self._commands.job(job)
-        return JobFacts(state=job_state(told["slurm_state"]), **told)
+        return JobFacts(state=job_state(found["slurm_state"]), **found)
 
     def job_runs(self, job: str) -> bool:
         """See `SlurmClient`."""
@@ -287,7 +287,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 def choose(wanted: ClientKind = ClientKind.COMMANDS, *, job: str | None = None, python: str = sys.executable) -> Choice:
     """Return a client that works here: a wish that does not fit is no reason to stop a run.
 
-    Whether pyslurm fits is asked of it, not read off versions: it must tell the same of this cluster, and of `job`,
+    Whether pyslurm fits is asked of it, not read off versions: it must report the same of this cluster, and of `job`,
     as Slurm's commands do.
 
     Args:
@@ -307,7 +307,7 @@ def choose(wanted: ClientKind = ClientKind.COMMANDS, *, job: str | None = None, 
         return Choice(
             client=commands, kind=ClientKind.COMMANDS, why=f"Slurm's commands, for pyslurm does not fit: {misfit}"
         )
-    return Choice(client=client, kind=ClientKind.PYSLURM, why="pyslurm, as set: it tells the same as Slurm's commands")
+    return Choice(client=client, kind=ClientKind.PYSLURM, why="pyslurm, as set: it reports what Slurm's commands do")
 
 
 def _misfit(client: SlurmClient, commands: SlurmClient, job: str | None) -> str:
@@ -315,11 +315,11 @@ def _misfit(client: SlurmClient, commands: SlurmClient, job: str | None) -> str:
     known = commands.settings()
     facts = commands.job(job) if job is not None else None
     try:
-        told = client.settings()
-        if told != known:
-            return f"it tells {told}, Slurm's commands {known}"
+        found = client.settings()
+        if found != known:
+            return f"it reports {found}, Slurm's commands {known}"
         if job is not None and facts is not None and (of_job := client.job(job)) != facts:
-            return f"it tells {of_job} of job {job}, Slurm's commands {facts}"
+            return f"it reports {of_job} of job {job}, Slurm's commands {facts}"
     except SlurmError as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Submitting a job again where Slurm may not requeue it: what sbatch is told, as far as that can be known.  Pure.
+"""Submitting a job again where Slurm may not requeue it: what sbatch gets, as far as that can be known.  Pure.
 
 The batch script brings its own `#SBATCH` lines along; what stood on sbatch's command line is read off the job.
 """
@@ -311,7 +311,7 @@ def _resources(rest: Mapping[str, str], field: str) -> list[str]:
 
 
 def _memory(rest: Mapping[str, str]) -> list[str]:
-    """Return how much memory, which sbatch wants to be told in one way only."""
+    """Return how much memory, which sbatch accepts in one form only."""
     if per_gpu := [name.removeprefix("gpu:") for name in _resources(rest, "MemPerTres") if name.startswith("gpu:")]:
         return [f"--mem-per-gpu={','.join(per_gpu)}"]
     either = (("MinMemoryNode", "mem"), ("MinMemoryCPU", "mem-per-cpu"))

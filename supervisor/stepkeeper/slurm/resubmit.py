@@ -65,7 +65,7 @@ def find_out(
 
 
 def log_of(job: str) -> str:
-    """Return where Slurm writes the log of a job; empty where it does not tell.  Raises `SlurmError`."""
+    """Return where Slurm writes the log of a job; empty where it does not say.  Raises `SlurmError`."""
     shown = call(["scontrol", "-o", "show", "job", job], CALL_WITHIN_S, what="scontrol show job")
     return resubmission.fields(shown.splitlines()[0]).get("StdOut", "")
 

@@ -1,7 +1,7 @@
-"""What sbatch was told that `scontrol show job` does not show of a job that runs.  Pure.
+"""What sbatch got that `scontrol show job` does not show of a job that runs.  Pure.
 
 It stands on sbatch's own command line, which newer Slurms show, in the script's `#SBATCH` lines, and in variables that
-sbatch reads or sets.  The first of these that tells counts, as it does for sbatch.
+sbatch reads or sets.  The first of these that says so counts, as it does for sbatch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-# with a value; of sbatch's command line, where nothing else tells them
+# with a value; of sbatch's command line, where nothing else shows them
 _OF_THE_LINE = (
     "acctg-freq",
     "bb",
@@ -64,7 +64,7 @@ _SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
 class Words(msgspec.Struct, frozen=True):
-    """What sbatch was told, word by word."""
+    """What sbatch got, word by word."""
 
     line: tuple[str, ...]  # its options on the command line; empty where Slurm does not show them
     directives: tuple[str, ...]  # those of the script
@@ -95,14 +95,14 @@ def words(submit_line: str, script_path: str | None, script: str, environment: M
 def nodes(said: Words, held: int) -> str:
     """Return how many nodes to ask for: as many as were held, or the same choice where the job left one.
 
-    Of a job that runs, Slurm tells only how many it has got.
+    Of a job that runs, Slurm shows only how many it has.
     """
     wanted = said.option("nodes")
     return wanted if wanted is not None and _allows(wanted, held) else str(held)
 
 
 def _one_of(said: Words, name: str, variable: str, held: str | None) -> str | None:
-    """Return the list of partitions (or of QOS) among which Slurm chose the one that it tells, if there was one."""
+    """Return the list of partitions (or of QOS) among which Slurm chose the one that it shows, if there was one."""
     wanted = said.option(name, variable)
     return wanted if wanted is not None and held in wanted.split(",") else held
 

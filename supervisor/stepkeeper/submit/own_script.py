@@ -1,4 +1,4 @@
-"""What the script in CMD shows before it runs: does it start ranks itself, and does it hear where to resume from?
+"""What the script in CMD shows before it runs: does it start ranks, and can it get the checkpoint to resume from?
 
 A shell script is judged as its lines would be; of a Python script, only how it reads its options.  What cannot be
 read here, such as a path in a container, shows nothing.
@@ -59,7 +59,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Doubts(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a training may not hear where to resume from, or not bear to be told, in words; empty: no doubt."""
+    """Why a training may not get its checkpoint, or not accept the argument, in words; empty: no doubt."""
 
     no_place: str = ""
     unknown: str = ""
@@ -75,7 +75,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(command: Sequence[str], directory: Path) -> Found:
-    """Return what the script of a CMD shows; of a user's own srun line, only what it hears.
+    """Return what the script of a CMD shows; of a user's own srun line, only what it gets.
 
     Args:
         command: CMD.

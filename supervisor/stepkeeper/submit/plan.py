@@ -113,7 +113,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run; None where nothing tells."""
+    """What is known of a run; None where nothing is known."""
 
     nodes: int | None = None  # of the newest attempt
     saves: int = 0
@@ -137,8 +137,8 @@ class _Step(msgspec.Struct, frozen=True):
     launch: tuple[int, int]
 
 
-class _Told(msgspec.Struct):
-    """What the journal tells."""
+class _Measured(msgspec.Struct):
+    """What the journal holds."""
 
     saves: list[Save]
     attempts: list[_Attempt]
@@ -146,13 +146,13 @@ class _Told(msgspec.Struct):
 
 
 def measure(run_journal: Path, metrics: Path) -> Measured:
-    """Read what a run has measured.  Missing files tell nothing; damaged lines are passed over.
+    """Read what a run has measured.  Missing files say nothing; damaged lines are passed over.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
-    told = _read_journal(run_journal)
-    saves, attempts = told.saves[-SAVES_KEPT:], told.attempts
+    found = _read_journal(run_journal)
+    saves, attempts = found.saves[-SAVES_KEPT:], found.attempts
     steps = list(_read_steps(metrics))
     return Measured(
         nodes=attempts[-1].nodes if attempts else None,
@@ -161,13 +161,13 @@ def measure(run_journal: Path, metrics: Path) -> Measured:
         blocked_s=_median(_taken_by_saves(saves, steps)),
         restart_s=_median(_restarts(steps)[-RESTARTS_KEPT:]),
         node_hours=sum(_hours(attempt) for attempt in attempts),
-        failures=len(told.lost_at),
-        rate=_rate(told),
+        failures=len(found.lost_at),
+        rate=_rate(found),
     )
 
 
 def reliability(run_journal: Path) -> FailureRate:
-    """Return how often the infrastructure has failed in a run, as far as its journal tells.
+    """Return how often the infrastructure has failed in a run, as far as its journal shows.
 
     Raises:
         OSError: the journal is there and cannot be read.
@@ -175,32 +175,32 @@ def reliability(run_journal: Path) -> FailureRate:
     return _rate(_read_journal(run_journal))
 
 
-def _read_journal(run_journal: Path) -> _Told:
-    told = _Told([], [], [])
-    attempts = told.attempts
+def _read_journal(run_journal: Path) -> _Measured:
+    found = _Measured([], [], [])
+    attempts = found.attempts
     losses = 0
     for record in journal.read(run_journal):
         event = record.event
         if isinstance(event, on.AttemptStarted):
             if attempts and not attempts[-1].ended:
-                told.lost_at.append(attempts[-1].last_at)  # its batch node went, or somebody killed it: not told apart
+                found.lost_at.append(attempts[-1].last_at)  # its batch node went, or it was killed: not distinguished
             attempts.append(_Attempt(max(1, len(event.nodes)), event.at, event.at))
         if attempts:
             attempts[-1].last_at = max(attempts[-1].last_at, event.at)
             attempts[-1].ended |= record.phase is Phase.DONE
         if record.node_losses > losses:
-            told.lost_at.extend([event.at] * (record.node_losses - losses))
+            found.lost_at.extend([event.at] * (record.node_losses - losses))
         losses = record.node_losses
         if isinstance(event, on.CheckpointCommitted) and not event.emergency:
-            told.saves.append(Save(requested_at=event.at - event.seconds, durable_at=event.at))
-    return told
+            found.saves.append(Save(requested_at=event.at - event.seconds, durable_at=event.at))
+    return found
 
 
-def _rate(told: _Told) -> FailureRate:
+def _rate(found: _Measured) -> FailureRate:
     rate = FailureRate()
-    for attempt in told.attempts:
+    for attempt in found.attempts:
         rate.observe(attempt.last_at, node_hours=_hours(attempt))
-        failed = [at for at in told.lost_at if attempt.began_at <= at <= attempt.last_at]
+        failed = [at for at in found.lost_at if attempt.began_at <= at <= attempt.last_at]
         rate.observe(attempt.last_at, node_hours=0.0, failures=len(failed))
     return rate
 

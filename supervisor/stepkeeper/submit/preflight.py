@@ -1,4 +1,4 @@
-"""What stands in the place of a run before a job is submitted for it: told now, and not when the job starts."""
+"""What stands in the place of a run before a job is submitted for it: reported now, and not when the job starts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def require_room(limit_s: float, notice_s: float, where: str) -> None:
 
     Args:
         limit_s: of one attempt.
-        notice_s: before its end the supervisor is told.
+        notice_s: before its end the supervisor gets the signal.
         where: that limit comes from, for the error.
 
     Raises:

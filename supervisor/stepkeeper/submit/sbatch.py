@@ -101,7 +101,7 @@ def program() -> tuple[str, ...]:
 
 
 def notice_s(wanted: Wanted) -> int:
-    """Return how long before the time limit the supervisor is told: long enough for two saves, if it is known."""
+    """Return how long before the time limit the supervisor gets its signal: enough for two saves, if that is known."""
     if wanted.notice_s is not None:
         return wanted.notice_s
     if wanted.save_s is None:
@@ -141,11 +141,11 @@ def render(wanted: Wanted) -> str:
             "#SBATCH --no-kill",
             "# Each attempt appends to the log of those before.",
             "#SBATCH --open-mode=append",
-            "# The supervisor alone hears SIGUSR1 so many seconds before the time limit.",
+            "# The supervisor alone gets SIGUSR1 so many seconds before the time limit.",
             f"#SBATCH --signal=B:USR1@{notice_s(wanted)}",
             "set -eo pipefail",
             *wanted.setup,
-            "trap '' USR1 TERM # until the supervisor hears them: by default they would end the job",
+            "trap '' USR1 TERM # until the supervisor handles them: by default they would end the job",
             "# `exec`: Slurm signals only the batch process, and that must be the supervisor",
             f"exec {start}",
             "",

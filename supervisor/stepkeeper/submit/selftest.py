@@ -82,7 +82,7 @@ def over(slurm: Slurm, job: int) -> tuple[bool, int]:
     A Slurm that does not answer says nothing of an end: it is asked again.
 
     Raises:
-        SlurmError: Slurm refuses to tell.
+        SlurmError: Slurm refuses to answer.
     """
     try:
         if state(slurm, job) is not JobState.ENDED:
@@ -262,7 +262,7 @@ class Play:
         self._until(lambda: self._launches() > 1 and self._step() >= STEPS // 2, "the relaunch")
         self._say(f"relaunched in the same allocation; now at step {self._step()}")
         self._call("scancel", "--batch", "--signal=USR1", str(self.jobs["tested"]))
-        self._say("told that its time limit is near: it must save and requeue itself")
+        self._say("it gets the notice of its time limit: it must save and requeue itself")
         self._until(lambda: self._attempts() > 1, "the next attempt (Slurm may make a requeued job wait 2 minutes)")
         self._say(f"requeued, and resumed; now at step {self._step()}")
         self._until(lambda: all(map(self._is_over, self.jobs)), "the end of both runs")

@@ -1,4 +1,4 @@
-"""What is told of each decision: in the log for people, in the status for whoever looks, in the journal for good."""
+"""What is recorded of each decision: in the log for people, in the status for readers, in the journal for good."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stepkeeper.run_store.recorder import Recorder
 
 STATUS_EVERY_S = 2.0
 
-Told = do.ReportSlowNode | do.ReportSlowLaunch | do.ReportReplay
+Report = do.ReportSlowNode | do.ReportSlowLaunch | do.ReportReplay
 
 
 class DecisionLog:
@@ -42,7 +42,7 @@ class DecisionLog:
         self.status = status
         self._recorder, self._journal, self._log = recorder, journal, log
         self._progress_every_s = progress_every_s
-        self._progress_at = 0.0  # when the next word of progress is logged
+        self._progress_at = 0.0  # when the next progress is logged
         self._fenced = False  # a newer attempt writes the status
         self._journal_failed = ""
         self._status_writer = status_file.StatusWriter(
@@ -83,7 +83,7 @@ class DecisionLog:
         if not self._fenced:
             self._status_writer.show(self.status)
 
-    def found(self, effect: Told) -> None:
+    def found(self, effect: Report) -> None:
         """Tell of what the rules noticed."""
         match effect:
             case do.ReportSlowNode() if effect.over:
@@ -118,7 +118,7 @@ class DecisionLog:
         self._log.warning("journal_not_written", error=failed) if failed else self._log.info("journal_written_again")
 
     def flush(self, within_s: float) -> bool:
-        """Have the journal durable; false, and told, if that takes longer or fails."""
+        """Have the journal durable; false, and logged, if that takes longer or fails."""
         durable = self._journal.flush(within_s)
         if not durable:
             self._log.warning("journal_late", error=self._journal.failed or "the storage does not answer")

@@ -211,7 +211,7 @@ class Supervisor:
 
     def _feed(self, event: on.Event) -> None:
         if isinstance(event, on.NodeSignaled) and self.bus is not None:
-            self._renew()  # the watcher waits for a word of the loop itself: it proves that we live
+            self._renew()  # the watcher waits for a message of the loop itself: it proves that we live
         if isinstance(event, on.ClockSet):
             self.inbox.clock.follow_slurm(event.seconds)
         elif isinstance(event, on.SlurmAnswered) and event.job is not None:

@@ -69,7 +69,7 @@ class NodeChecks:
 
         Args:
             asked: the question, with the supervisor's clock.
-            heard_at: when it was heard, by our clock.
+            heard_at: when it arrived, by our clock.
         """
         assert asked.at is not None, "who asks without a clock wants no checks"
         # the clock first: whatever is waited for would count as its offset

@@ -42,7 +42,7 @@ class FlightRecorderRequest:
         *,
         within_s: float = WITHIN_S,
     ) -> None:
-        """Ask every rank that can tell.
+        """Ask every rank that can answer.
 
         Args:
             directory: the logs of the launch.

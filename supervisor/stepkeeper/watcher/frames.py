@@ -23,7 +23,7 @@ _OURS = re.compile(r"/stepkeeper_trainer/(?!examples/)")
 
 _LIBC = re.compile(r"(?:^|/)(?:libc|libpthread|librt|libm|ld-[\w-]+|ld|linux-vdso|\[vdso\])[-.\d]*(?:\.so|$)")
 _LIBC_SOURCE = re.compile(r"(?:^|/)(?:nptl|sysdeps|posix|io|misc|time|socket)/[\w./-]*\.[cSh]$")
-_PLUMBING = re.compile(  # between Python and what it calls; some interpreters tell the files that they were made from
+_PLUMBING = re.compile(  # between Python and what it calls; some interpreters name the files that they were made from
     r"(?:^|/)(?:python[\d.]*|libpython[\w.]*|libffi[\w.-]*|_ctypes\.[\w.-]*"
     r"|(?:Modules|Objects|Parser|Python)/[\w./-]+\.[ch])$"
 )
@@ -174,6 +174,6 @@ def of_py_spy(text: str, pid: int = 0) -> tuple[Frame, ...]:
 
 
 def _as_faulthandler(found: re.Match[str]) -> str:
-    """Return a function's name without its class, which py-spy tells: the two are compared where one of them fails."""
+    """Return a function's name without its class, which py-spy shows: the two are compared where one of them fails."""
     name = found["function"]
     return name.rpartition(".")[2] if found["path"].endswith(".py") or found["path"][0] == "<" else name

@@ -154,7 +154,7 @@ def _target(pid: int, descriptor: int) -> str:
 
 
 def of_kernel(pid: int) -> Doing:
-    """Say what the kernel knows of a process whose stack nobody can tell."""
+    """Say what the kernel knows of a process whose stack cannot be read."""
     state = state_of(pid)
     if not state:
         return Doing("is gone", halted=True)
@@ -261,7 +261,7 @@ def of_life(pid: int) -> Life:
 
 
 def lives(before: Life, after: Life, apart_s: float = 3.0) -> bool:
-    """Tell whether a process whose stack nobody can tell does something: it computes, or reads.
+    """Return whether a process whose stack cannot be read does something: it computes, or reads.
 
     >>> lives(Life(1.0, 0), Life(3.9, 0)), lives(Life(1.0, 0), Life(1.0, 2**20)), lives(Life(1.0, 7), Life(1.01, 9))
     (True, True, False)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ALIVE_EVERY_S = 2.0
 SWITCHES_CHARACTERS_MAX = 200  # of what Slurm has above a node: a line of the bus is short
 PROGRESS_EVERY_S = 1.0
-ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a word of the supervisor
+ACKNOWLEDGE_WITHIN_S = 2.0  # after SIGTERM, for a message of the supervisor
 BUS_BACK_WITHIN_S = 10.0  # when only srun died, a new bus takes over from us by then
 RESCUE_STAGGER_S = 0.5  # the second watcher gives the first this long, and so on
 RESCUERS = 4  # nodes that try early; a thousand must not ask Slurm at once
@@ -43,7 +43,7 @@ RESCUE_AGAIN_MAX_S = 60.0
 KILL_AGAIN_EVERY_S = 0.05
 STEP_LOOKS_MAX = 60  # one with each `Alive`: what a launch without the library and our wrapper may take to begin
 SAVE_AGAIN_EVERY_S = 1.0
-SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have heard it by then
+SAVE_AGAIN_FOR_S = 60.0  # a request that is not for good: the ranks have got it by then
 PROBE_EVERY_S = SUSPECT_AFTER_S / 2  # of a supervisor that sends nothing, while nothing else is known of it
 
 
@@ -60,7 +60,7 @@ class Watcher:
         kill_older_watchers(assignment, self.node)
         self.ranks = RankSocket(assignment.socket_name(self.node))
         self.launch: int | None = None
-        self.cleared: int | None = None  # the launch that the node was cleared for: we have heard all its ranks
+        self.cleared: int | None = None  # the launch that the node was cleared for: all its ranks have reported to us
         self.signaled: int | None = None  # the launch whose ranks got the stop signal from us
         self.steps = RankSteps()
         self.steps_looks = STEP_LOOKS_MAX  # left, for Slurm steps of ranks that say nothing themselves
@@ -91,7 +91,7 @@ class Watcher:
         self.alive_at = 0.0
 
     def run(self) -> int:
-        """Serve until told to quit, or until the rescue is done."""
+        """Serve until the order to quit, or until the rescue is done."""
         for descriptor in (0, 1):
             os.set_blocking(descriptor, False)
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -159,7 +159,7 @@ class Watcher:
             if message is not None:
                 self._obey(message)
 
-    def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
+    def _obey(self, message: bus.ToWatcher) -> None:  # noqa: C901, PLR0912 - one case a message
         match message:
             case bus.Lease():
                 self._on_supervisor_alive()
@@ -249,7 +249,7 @@ class Watcher:
                 del self.greeted[message.rank]  # it gets the stop signal
             elif known == self.greeted[message.rank]:
                 return  # said again in case that we are new: the supervisor knows
-        self._say_progress()  # what was said before must be heard before
+        self._say_progress()  # what was said before must arrive before
         self.say(bus.Rank(node=self.node, message=message))
 
     def _follow(self, pid: int, launch: str, rank: int) -> None:
@@ -259,7 +259,7 @@ class Watcher:
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
-            return  # gone already, or in another pid namespace: srun's end tells
+            return  # gone already, or in another pid namespace: srun's end shows it
         self.pidfds[pid] = (descriptor, launch, rank)
         self.selector.register(descriptor, selectors.EVENT_READ, lambda: self._on_rank_gone(pid))
 
@@ -344,7 +344,7 @@ class Watcher:
         Args:
             launch: of the ranks.
             name: of the signal.
-            heard: some ranks have the library: whoever has not heard all of them since their start signals none.
+            heard: some ranks have the library: a watcher without reports of all since their start signals none.
         """
         from stepkeeper.watcher import stop_signal  # noqa: PLC0415 - most watchers never need it
 

@@ -223,14 +223,14 @@ class Entered(_Line, frozen=True, kw_only=True, tag="entered"):
 
 
 class StacksTaken(_Line, frozen=True, kw_only=True, tag="stacks_taken"):
-    """Every rank of the node has been told of."""
+    """Every rank of the node has been reported."""
 
     node: str
     number: int
 
 
 class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
-    """The word of a rank, passed on."""
+    """The message of a rank, passed on."""
 
     node: str
     message: FromRank
@@ -244,12 +244,12 @@ class Paced(_Line, frozen=True, kw_only=True, tag="paced"):
     step: int  # the newest
     step_seconds: float
     own_seconds: float
-    rank: int | None = None  # the slowest; None: of a version that told the median of all
+    rank: int | None = None  # the slowest; None: of a version that sent the median of all
     loading_seconds: float = 0.0  # of its own, before the first forward: loading data
 
 
 class Lost(_Line, frozen=True, kw_only=True, tag="lost"):
-    """A rank without our wrapper is gone: nobody can tell how it ended."""
+    """A rank without our wrapper is gone: nobody knows how it ended."""
 
     node: str
     launch: str
@@ -305,7 +305,7 @@ def decode_from_watcher(line: bytes) -> FromWatcher | None:
         return None
 
 
-# What a watcher is told at its start, in one environment variable.
+# What a watcher gets at its start, in one environment variable.
 #
 # Not on its command line: other users of a node read command lines, and must not know the ranks' address before it
 # is taken.
@@ -338,7 +338,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return (self.job_id, self.restart_count, self.attempt, self.bus)
 
     def socket_name(self, node: str = "%N") -> str:
-        """Return the ranks' address: an abstract socket, which reaches into containers by itself.
+        """Return the ranks' address: an abstract socket, which is visible inside containers.
 
         `%N` stands for the node's name, filled in on the node.
         """

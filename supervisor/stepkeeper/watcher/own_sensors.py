@@ -47,7 +47,7 @@ class OwnSensors:
         since: float,
         is_ours: Callable[[str, str, str], bool],
     ) -> None:
-        """`is_ours` tells of a fault's name, PCI address and UUID whether the job leaves the node for it."""
+        """`is_ours` returns, for a fault's name, PCI address and UUID, whether the job leaves the node for it."""
         self._node = node
         self._is_ours = is_ours
         self._say = say
@@ -85,8 +85,8 @@ class OwnSensors:
     def _guarded(self) -> None:
         try:
             self._run()
-        except Exception as error:  # noqa: BLE001 - told: the job goes on without these senses
-            self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not heard of any more: {error!r}")))
+        except Exception as error:  # noqa: BLE001 - reported: the job continues without these sensors
+            self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not received any more: {error!r}")))
 
     def _run(self) -> None:
         while True:
@@ -155,8 +155,8 @@ class OwnSensors:
 
 # Which GPUs of its node a job holds: a fault of any other is no reason for the job to leave.
 #
-# Slurm numbers GPUs as the driver does (`/dev/nvidia3` is 3), and tells each Slurm step which are its own; the driver
-# tells where each one sits.  Where that is not enough, every GPU fault of the node counts, and the log says why.
+# Slurm numbers GPUs as the driver does (`/dev/nvidia3` is 3), and names those of each Slurm step; the driver
+# says where each one sits.  Where that is not enough, every GPU fault of the node counts, and the log says why.
 
 _OF_STEP = "SLURM_STEP_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -197,7 +197,7 @@ class OwnGpus:
         self._proc = proc
         self._unknown = ""
         self._held: frozenset[Card] | None = None
-        self.holds_none = all(environment.get(name, "") in _NO_DEVICES for name in _ANY)  # as Slurm tells
+        self.holds_none = all(environment.get(name, "") in _NO_DEVICES for name in _ANY)  # as Slurm says
         if not self.holds_none:
             self._held, self._unknown = _held(environment, self._cards)
 
@@ -235,7 +235,7 @@ class OwnGpus:
 
 
 def cards(proc: Path) -> tuple[Card, ...]:
-    """Return the GPUs that the driver has; none where it does not tell."""
+    """Return the GPUs that the driver has; none where it names none."""
     found = []
     try:
         places = sorted((proc / "driver/nvidia/gpus").iterdir())
@@ -253,19 +253,19 @@ def cards(proc: Path) -> tuple[Card, ...]:
 
 
 def _held(environment: Mapping[str, str], known: tuple[Card, ...]) -> tuple[frozenset[Card] | None, str]:
-    """Return the job's GPUs, or None and why they cannot be told."""
+    """Return the job's GPUs, or None and why they are not known."""
     visible = [word for word in environment.get(_VISIBLE, "").split(",") if word]
     slices = [word for word in visible if word.startswith("MIG-")]
     if slices:
         parents = [match[1] for word in slices if (match := _OLD_SLICE.match(word))]
         if len(parents) < len(slices):
-            return None, "slices of GPUs do not tell which GPU they are of"
+            return None, "slices of GPUs do not name their GPU"
         visible = parents
     if visible and all(word.startswith("GPU-") for word in visible):
         return _all_of(visible, lambda card, word: bool(card.uuid) and card.uuid.startswith(word), known)
     numbers = [word for word in environment.get(_OF_STEP, "").split(",") if word]
     if not numbers:
-        return None, f"Slurm has not told this Slurm step which GPUs are its own ({_OF_STEP})"
+        return None, f"Slurm has not set {_OF_STEP}, which names the GPUs of this Slurm step"
     return _all_of(numbers, lambda card, word: card.minor == word, known)
 
 
@@ -275,7 +275,7 @@ def _all_of(
     found = {word: card for word in words for card in known if matches(card, word)}
     missing = [word for word in words if word not in found]
     if missing:
-        return None, f"the driver does not tell where GPU {', '.join(missing)} sits"
+        return None, f"the driver does not say where GPU {', '.join(missing)} sits"
     return frozenset(found.values()), ""
 
 

@@ -114,13 +114,13 @@ def rank_processes(run_id: str, node: str, *, attempt_max: int, steps: RankSteps
     """Yield the pids of processes of a run's ranks on a node (wrappers and data loaders included).
 
     Warm standbys are none while they wait: they hold nothing that the next launch needs, and it may need them.
-    Nodes of a test cluster share one process table: the node's name tells their processes apart.
+    Nodes of a test cluster share one process table: the node's name distinguishes their processes.
 
     Args:
         run_id: `STEPKEEPER_RUN_ID` of the run.
         node: `SLURMD_NODENAME` of the node.
         attempt_max: no process of a newer attempt: one that was superseded must not end its successor.
-        steps: those whose environment does not tell are found by them.
+        steps: those whose environment does not say are found by them.
     """
     wanted = {f"STEPKEEPER_RUN_ID={run_id}".encode(), f"SLURMD_NODENAME={node}".encode()}
     never = {os.getpid(), *_ancestors(os.getpid())}

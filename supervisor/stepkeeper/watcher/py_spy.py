@@ -1,7 +1,7 @@
 """py-spy, where it is installed: stacks of Python, and those of native code below them.
 
 It holds the process for as long as it looks: milliseconds for Python, longer where it reads the symbols of large
-libraries.  One that stands anyway is not held, and tells Python's stack alone.  The kernel must allow the user to trace
+libraries.  One that stands anyway is not held, and shows Python's stack alone.  The kernel must allow the user to trace
 his processes (`kernel.yama.ptrace_scope = 0`, which Ubuntu does not set); where it does not, py-spy says so and nothing
 else is lost.
 """

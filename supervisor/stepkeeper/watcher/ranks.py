@@ -33,7 +33,7 @@ BIND_WITHIN_S = 15.0
 
 
 class RankSocket:
-    """Receives the datagrams of this node's ranks and answers them.  Only the owner and root are heard."""
+    """Receives the datagrams of this node's ranks and answers them.  It accepts only the owner and root."""
 
     def __init__(self, name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)

@@ -177,8 +177,8 @@ class NodeSensors:
                 self._note(f"node agent: {error}")
             except AgentError as error:
                 self._note(f"node agent: {error}")
-            except Exception as error:  # noqa: BLE001 - told, and tried again: without this thread nobody hears of faults
-                self._note(f"hardware faults of this node are not heard of: {error!r}")
+            except Exception as error:  # noqa: BLE001 - reported, and tried again: without this thread no fault arrives
+                self._note(f"hardware faults of this node are not received: {error!r}")
             self._closed.wait(AGENT_SOON_S if _is_recent(left_at) else AGENT_AGAIN_S)
 
     def _note(self, text: str) -> None:
@@ -222,7 +222,7 @@ class NodeSensors:
                 pass  # answers to what was asked
 
     def _is_ours(self, name: str, pci: str, uuid: str) -> bool:
-        """Tell whether the job leaves the node for a fault; say where it does not, or where that cannot be told."""
+        """Return whether the job leaves the node for a fault; report where it does not, or where that is not known."""
         found = self._gpus.concern(pci, uuid, self._processes())
         gpu = " ".join(part for part in (pci, uuid) if part)
         if not found.counts:

@@ -1,4 +1,4 @@
-"""The watcher's part of a shared verification: read what it is told to, say how far it is, and what was found."""
+"""The watcher's part of a shared verification: read its share, say how far it is, and what was found."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ShardReader:
             try:
                 if not self._is_old(wanted):
                     self._read(wanted)
-            except Exception as error:  # noqa: BLE001 - told; the supervisor has the share read by another
+            except Exception as error:  # noqa: BLE001 - reported; the supervisor has the share read by another
                 self._fail(wanted, repr(error))
 
     def _fail(self, wanted: bus.Read, error: str) -> None:
@@ -77,13 +77,15 @@ class ShardReader:
             should_stop=lambda: self._is_old(wanted),
             on_read=far.add,
         )
-        told = threading.Thread(target=self._say_how_far, args=(wanted, far, over), name="share-progress", daemon=True)
-        told.start()
+        progress = threading.Thread(
+            target=self._say_how_far, args=(wanted, far, over), name="share-progress", daemon=True
+        )
+        progress.start()
         try:
             found = verify_share(self._checkpoints / wanted.directory, wanted.index, wanted.of, reading=reading)
         finally:
             over.set()
-            told.join()
+            progress.join()
         if self._is_old(wanted):
             return
         self._say(
@@ -103,7 +105,7 @@ class ShardReader:
         )
 
     def _say_how_far(self, wanted: bus.Read, far: _Far, over: threading.Event) -> None:
-        """Say it at once, so that the supervisor knows that it was heard, and then every second."""
+        """Say it at once, so that the supervisor knows that it arrived, and then every second."""
         while True:
             self._say(
                 bus.ShareRead(

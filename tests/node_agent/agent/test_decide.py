@@ -369,7 +369,7 @@ def test_who_observes_watches_nothing_that_was_left_alone(node: Node) -> None:
 def test_a_node_that_somebody_returned_with_its_fault_is_not_drained_by_a_restart(
     node: Node, *, taken_over: bool
 ) -> None:
-    lasts = fault(None, T, source=Source.NVML, standing=True)
+    lasts = fault(None, T, source=Source.NVML, present_at_start=True)
     node.see(lasts)
     node.settle(T + 60)
     if taken_over:
@@ -385,7 +385,7 @@ def test_a_node_that_somebody_returned_with_its_fault_is_not_drained_by_a_restar
     assert not node.cluster.held
     assert len(node.acts(do.Alarm)) == alarms + 1
 
-    node.see(replace(lasts, at=T + 6000, standing=False))  # it was well in between
+    node.see(replace(lasts, at=T + 6000, present_at_start=False))  # it was well in between
     node.settle(T + 6060)
     assert node.cluster.held == {"a"}
 

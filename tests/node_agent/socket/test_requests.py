@@ -162,7 +162,7 @@ def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agents: A
     found = by(GAMES, ask)
 
     assert found[:4] == ["join with this job first", "join with this job first", "no such GPU", "no such GPU"]
-    assert found[4:] == ["1"] * 3 + ["too often: the agent looks by itself too"] * 3
+    assert found[4:] == ["1"] * 3 + ["too often: the agent also checks on its own schedule"] * 3
     assert len(agent.said("look")) == 3
 
 

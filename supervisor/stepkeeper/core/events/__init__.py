@@ -45,7 +45,7 @@ Where each comes from, and what may be concluded from it:
     RunDirectoryGone    the file system (`sources.run_directory`)
     Superseded          the lease file (`sources.run_directory`, and `actions.slurm` before a requeue)
 
-Words of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
+Messages of ranks are datagrams through a watcher, the bus and a pipe: they come late, twice (the library repeats
 its hello to a new watcher), or never (a watcher or the bus died in between).  So nothing depends on one alone:
 each has a deadline behind it, and `LaunchEnded` behind all.
 """

@@ -51,7 +51,7 @@ class Suspended(Stamped, frozen=True, kw_only=True, tag="suspended"):
 
 
 class PartFailed(Stamped, frozen=True, kw_only=True, tag="part_failed"):
-    """A part of the supervisor failed that training can do without: told once for each kind of error."""
+    """A part of the supervisor failed that training can do without: reported once for each kind of error."""
 
     part: str
     error: str
@@ -64,7 +64,7 @@ class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
 
 
 class Requested(Stamped, frozen=True, kw_only=True, tag="requested"):
-    """A person asks for a checkpoint, or for the end of the run.  Told again until it is answered."""
+    """A person asks for a checkpoint, or for the end of the run.  It comes again until it is answered."""
 
     name: str  # of the ask
     kind: Literal["save", "stop"]

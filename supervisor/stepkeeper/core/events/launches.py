@@ -1,4 +1,4 @@
-"""What is heard of a launch: the words of its ranks, their ends, and why it failed.  Pure."""
+"""What is reported of a launch: the messages of its ranks, their ends, and why it failed.  Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stepkeeper.core.events.nodes import Stamped
 
 
 class OfLaunch(Stamped, frozen=True, kw_only=True):
-    """Of one launch: a late word of an older one is told apart."""
+    """Of one launch: a late message of an older one is recognised by its number."""
 
     launch: int
 
@@ -34,7 +34,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
 
 
 class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
-    """A rank's process ended; both `code` and `signal` are None where nobody could tell."""
+    """A rank's process ended; both `code` and `signal` are None where nobody saw it."""
 
     rank: int
     node: str
@@ -75,7 +75,7 @@ class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
     Every few seconds; one in a while reaches the journal, and each that something followed from.
     """
 
-    step: int  # the newest that a node told of
+    step: int  # the newest that a node reported
     step_seconds: float  # median
     own: tuple[tuple[str, float], ...]  # (node, seconds): of the newest steps
     loading: float = 0.0  # of it, seconds that a node takes to load data: the lower median
@@ -156,10 +156,10 @@ class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected
 
 
 class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):
-    """The answer to `JudgeLaunch`: why the launch failed, as far as the evidence tells."""
+    """The answer to `JudgeLaunch`: why the launch failed, as far as the evidence shows."""
 
     cause: Cause
-    rule: str  # `no-evidence` where nothing tells
+    rule: str  # `no-evidence` where there is none
     confidence: float  # 0 to 1
     text: str = ""  # the strongest piece of evidence, shortened
     location: str = ""  # `ValueError at train.py:61 in main`

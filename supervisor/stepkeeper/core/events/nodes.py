@@ -1,4 +1,4 @@
-"""What is heard of the nodes: their watchers, their checks, their hardware.  Pure."""
+"""What is reported of the nodes: their watchers, their checks, their hardware.  Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm says of our job, by itself and when it is asked.  Pure."""
+"""What Slurm says of our job, unasked and when it is asked.  Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SignalReceived(Stamped, frozen=True, kw_only=True, tag="signal_received"):
 
 
 class NodeSignaled(Stamped, frozen=True, kw_only=True, tag="node_signaled"):
-    """A watcher got SIGTERM: Slurm tells the steps of a preemption long before the batch process."""
+    """A watcher got SIGTERM: at a preemption, Slurm signals the steps long before the batch process."""
 
     node: str
     signal: str

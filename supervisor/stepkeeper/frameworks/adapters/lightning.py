@@ -56,7 +56,7 @@ class Lightning(Framework):
         if saves - {"None", "True"}:
             return (
                 None,
-                f"the Trainer of {script.name} saves nothing by itself, or not always: name it with --checkpoint-dir",
+                f"the Trainer of {script.name} never saves, or not always: name it with --checkpoint-dir",
             )
         return ("checkpoints", "logger=False without default_root_dir") if loggers == {"False"} else None
 

@@ -55,7 +55,7 @@ LISTED_NODE_S = 7e-6
 LISTS_SPREAD = 100
 """Were all agents to count, their lists are spread over so many times as long as slurmctld works for them."""
 SILENT_AGAIN_S = 30.0
-"""A node that Slurm itself lost sight of comes back by itself: look again then."""
+"""A node that stopped responding to Slurm comes back without help: look again then."""
 
 
 def on_nodes_answered(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
@@ -105,7 +105,7 @@ def _counted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Poli
 
 
 def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision:
-    """Go on to the count of all nodes: at once, unless Slurm was slow to tell of one."""
+    """Go on to the count of all nodes: at once, unless Slurm was slow to answer about one."""
     state = replace(state, listened=True)
     if event.took_s < policy.crowded_s:
         return Decision(state)
@@ -113,12 +113,12 @@ def _listened(state: State, event: on.NodesAnswered, policy: Policy) -> Decision
     if event.cluster_size:  # the node itself may be slow: as many agents as there are nodes are a crowd
         longest_s = min(longest_s, LISTS_SPREAD * LISTED_NODE_S * event.cluster_size**2)
     wait_s = longest_s * fraction(f"{state.node} {event.at}")
-    why = f"Slurm took {event.took_s:.1f} s to tell of one node: all nodes are counted in {wait_s:.0f} s"
+    why = f"Slurm took {event.took_s:.1f} s to answer about one node: all nodes are counted in {wait_s:.0f} s"
     return Decision(replace(state, retry_at=event.at + wait_s), (), why)
 
 
 def _is_silence(own: NodeFacts) -> bool:
-    """Tell whether Slurm itself took the node down, because it hears nothing from it."""
+    """Return whether Slurm itself took the node down, because the node does not respond."""
     return "DOWN" in own.states and not own.drained and (not own.reason or own.reason.startswith("Not responding"))
 
 
@@ -150,7 +150,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         action=action,
         at=at,
         boot_id=state.boot_id,
-        # a repair before this fault has not helped; a reboot after it may have, and the checks will tell
+        # a repair before this fault has not helped; a reboot after it may have, and the checks will show
         repair=Repair.REBOOT if rebooted else Repair.NONE,
         resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
@@ -224,7 +224,7 @@ def _looked_again(state: State, event: on.CallAnswered) -> Decision:
             whys.append(
                 f"the node is in service and has not passed its checks: {event.error}"
                 if event.error
-                else f"the node is in service, and no check can tell whether {incident.name} is over: it asks for "
+                else f"the node is in service, and no check can show whether {incident.name} is over: it asks for "
                 f"{incident.action}, and neither reset nor reboot was seen since"
             )
             incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
@@ -284,7 +284,7 @@ def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
 
 def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
     why = f"the node has not passed its checks: {event.error}"
-    if drain.slurm_returns:  # Slurm returns the node by itself: drain it anew, before it takes a job
+    if drain.slurm_returns:  # Slurm returns the node on its own: drain it anew, before it takes a job
         drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
         effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))

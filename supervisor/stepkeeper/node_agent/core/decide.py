@@ -105,7 +105,7 @@ def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
 
 
 def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decision:
-    """Note how NVML is doing; what waits for its agreement waits no longer where it cannot tell any more."""
+    """Note how NVML is doing; what waits for its agreement waits no longer where it cannot answer any more."""
     since = state.nvml_since if state.nvml is event.state else event.at
     state = replace(state, nvml=event.state, nvml_since=since if event.state is NvmlState.READY else None)
     for incident in suspected(state):
@@ -142,8 +142,8 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
-    heard = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
-    if before.settled and (incident.action is not before.action or heard or _still_there(before, fault, policy)):
+    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
+    if before.settled and (incident.action is not before.action or agreed_later or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
     if not says_more(before, incident):
@@ -207,7 +207,7 @@ def _settle_due(decision: Decision, at: float, policy: Policy) -> Decision:
     state = decision.state
     waited_for = {each.id for each in suspected(state)}
     if state.call is Call.LOOK and not waited_for.intersection(state.call_incidents):
-        state = replace(state, call=None)  # NVML has told by itself: nobody waits for the look
+        state = replace(state, call=None)  # NVML has reported it already: nobody waits for the look
     return Decision(state, decision.effects, decision.why)
 
 
@@ -246,7 +246,7 @@ def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tup
         return Outcome.NOTED, f"{label} was in an earlier boot, long ago: somebody may have looked since"
     is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
     if is_late and incident.action is Action.DRAIN_RESET:
-        return Outcome.NOTED, f"{label} was logged long before we read it: NVML tells whether it still holds"
+        return Outcome.NOTED, f"{label} was logged long before we read it: NVML says whether it still holds"
     if wants_agreement(state, incident, policy):
         return Outcome.SUSPECTED, f"{label} stands in the kernel log only: NVML is asked"
     if policy.mode is Mode.OBSERVE:

@@ -192,10 +192,10 @@ def _same(one: Incident, other: Incident) -> bool:
     return bool(one.pci) and one.pci == other.pci
 
 
-# What a look at the GPUs says of faults that NVML did not report by itself.  Pure.
+# What a look at the GPUs says of faults that NVML did not report unasked.  Pure.
 #
 # The kernel log is the word of one witness: before a drain NVML, where it is there, must not find the GPU well.  What
-# a check can say to be over, and what only a reset or reboot ends, is told here too.
+# a check can say to be over, and what only a reset or reboot ends, is decided here too.
 
 OFF_THE_BUS = 79
 
@@ -231,7 +231,7 @@ def _finds_it_well(incident: Incident, looked: on.Looked, state: State) -> bool:
     """Tell whether NVML contradicts the kernel's log.
 
     A GPU that answers is on the bus.  Of other faults NVML sends an event, unless it was not listened to then; its
-    recovery action tells of those too, where the driver has it.
+    recovery action shows those too, where the driver has it.
     """
     if incident.kind is Kind.LOST or incident.decisive == OFF_THE_BUS:
         return incident.pci in looked.answering
@@ -261,8 +261,8 @@ def _checked(incident: Incident, event: on.CallAnswered) -> Incident:
 def is_over(incident: Incident, looked: on.Looked | None, state: State) -> bool:
     """Tell whether checks that the node has passed end a fault.
 
-    What NVML alone has shown, a look can show to be gone.  Of what the kernel said, only a GPU that tells its recovery
-    action can say that it is over; and what a person has to look at is over where that GPU is not there any more.
+    What NVML alone has shown, a look can show to be gone.  Of what the kernel said, only a GPU that reports its
+    recovery action can say that it is over.  What a person has to look at is over where that GPU is not there any more.
     """
     if incident.action is Action.DRAIN_RMA:
         return bool(incident.gpu and state.gpus) and incident.gpu not in dict(state.gpus).values()

@@ -1,4 +1,4 @@
-"""What happened, as the agent's `decide` hears it.  Each says when: Unix seconds."""
+"""What happened, as the agent's `decide` gets it.  Each says when: Unix seconds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class FaultSeen(_Event, frozen=True, kw_only=True, tag="fault_seen"):
 
 
 class GpusListed(_Event, frozen=True, kw_only=True, tag="gpus_listed"):
-    """NVML told which GPUs there are."""
+    """NVML listed the GPUs."""
 
     gpus: tuple[Gpu, ...]
     driver: str = ""
 
 
 class JobsListed(_Event, frozen=True, kw_only=True, tag="jobs_listed"):
-    """Who was on the node when an incident began; empty where that could not be told."""
+    """Who was on the node when an incident began; empty where that is not known."""
 
     incident: str
     jobs: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class JobsListed(_Event, frozen=True, kw_only=True, tag="jobs_listed"):
 
 
 class NodesAnswered(_Event, frozen=True, kw_only=True, tag="nodes_answered"):
-    """Slurm told about the node, and unless it was asked `alone`, about those that share a partition with it."""
+    """Slurm answered about the node, and unless it was asked `alone`, about those that share a partition with it."""
 
     call: int
     nodes: tuple[NodeFacts, ...] = ()
@@ -51,7 +51,7 @@ class NodesAnswered(_Event, frozen=True, kw_only=True, tag="nodes_answered"):
 
 
 class NvmlStands(_Event, frozen=True, kw_only=True, tag="nvml_stands"):
-    """NVML told how it is doing."""
+    """NVML reported its own state."""
 
     state: NvmlState
 
@@ -69,7 +69,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answers: bool = True  # False: NVML is stuck
     answering: tuple[str, ...] = ()  # PCI addresses of the GPUs that answer
     well: tuple[str, ...] = ()  # those of them that ask for nothing
-    vouched: tuple[str, ...] = ()  # those of these whose recovery action NVML tells: none
+    vouched: tuple[str, ...] = ()  # those of these whose recovery action NVML reports: none
     here: tuple[str, ...] = ()  # all that NVML or the kernel's list of devices knows
 
 

@@ -1,7 +1,7 @@
 """Sightings become incidents: one fault is one, however often it is seen and by whomever.
 
 A fault comes as a burst: several lines, several codes, the kernel's words and NVML's.  What one GPU reports within
-`join_s` of an incident's last word belongs to it.  Later members may only raise what it asks for.
+`join_s` of an incident's last report belongs to it.  Later members may only raise what it asks for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESSENGERS = (45, 154)  # they follow a cause: the incident keeps the cause's na
 
 
 def place(state: State, fault: Fault) -> Fault:
-    """Return the fault with the GPU's other name, where NVML has told it, and with our boot where it names none."""
+    """Return the fault with the GPU's other name, where NVML has reported it, and with our boot where it names none."""
     pci, gpu = fault.pci or "", fault.gpu
     for known_pci, uuid in state.gpus:
         if pci and not gpu and pci == known_pci:
@@ -48,7 +48,7 @@ def same_gpu(incident: Incident, other: Fault | Incident) -> bool:
     if incident.gpu and other.gpu:
         return incident.gpu == other.gpu
     if Kind.LOST in (incident.kind, other.kind) and not (incident.pci and other.pci):
-        # a GPU is missing, and it cannot be told which one: the one that was lost, if one was
+        # a GPU is missing, and it is not known which one: the one that was lost, if one was
         return {incident.kind, other.kind} == {Kind.LOST} or incident.action.severity >= Action.DRAIN_REBOOT.severity
     nameless = not (incident.pci or incident.gpu or other.pci or other.gpu)
     return nameless and incident.kind is other.kind
@@ -65,7 +65,7 @@ def _lasts(incident: Incident, fault: Fault) -> bool:
 
 def stands(incident: Incident, fault: Fault) -> bool:
     """Tell whether a fault is what somebody returned the node with: nothing says that it began after that."""
-    return incident.returned and fault.standing
+    return incident.returned and fault.present_at_start
 
 
 def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
@@ -151,15 +151,15 @@ def _says_itself(fault: Fault) -> bool:
 
 
 def agreed(incident: Incident) -> bool:
-    """Tell whether NVML says so too, as far as it was heard."""
-    heard = (incident.decisive, NVML_KNOWS_NOT)
-    return incident.agreed or (incident.decisive is not None and any(code in heard for code in incident.nvml_codes))
+    """Return whether NVML says so too, as far as it has answered."""
+    known = (incident.decisive, NVML_KNOWS_NOT)
+    return incident.agreed or (incident.decisive is not None and any(code in known for code in incident.nvml_codes))
 
 
 def wants_agreement(state: State, incident: Incident, policy: Policy) -> bool:
-    """Tell whether a fault that asks for a drain stands in the kernel log only, and NVML could tell more.
+    """Return whether a fault that asks for a drain is in the kernel log only, and NVML could report more.
 
-    NVML tells nothing of switches, nor of the boot before.
+    NVML says nothing of switches, nor of the boot before.
     """
     could_tell = state.nvml in (None, NvmlState.READY) and incident.kind is not Kind.SXID
     ours = incident.boot_id == state.boot_id and Source.KERNEL in incident.sources
@@ -174,7 +174,7 @@ def _hurried(incident: Incident, fault: Fault) -> Incident:
 
 
 def says_more(before: Incident, after: Incident) -> bool:
-    """Tell whether the ledger must hear of a change at once: all but counters and times."""
+    """Return whether a change must reach the ledger at once: all but counters and times."""
     same = replace(
         after, count=before.count, last_at=before.last_at, first_at=before.first_at, sequence=before.sequence
     )

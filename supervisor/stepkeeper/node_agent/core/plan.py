@@ -52,7 +52,7 @@ def left_alone(state: State) -> list[Incident]:
 
 
 def is_refused(state: State) -> bool:
-    """Tell whether the breaker is why a fault was left alone: only a count of all nodes tells whether it still is."""
+    """Return whether the breaker is why a fault was left alone: only a count of all nodes shows if it still is."""
     return any(each.outcome in (Outcome.REFUSED, Outcome.TAKEN_BACK) for each in left_alone(state))
 
 

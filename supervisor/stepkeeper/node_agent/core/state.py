@@ -50,7 +50,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decisive: int | None = None  # the code that gave the action
     nvml_codes: tuple[int, ...] = ()  # those that NVML has seen
     agreed: bool = False  # NVML says so too, or cannot say
-    places: tuple[str, ...] = ()  # on the GPU, as far as its lines tell: `GPC 7 TPC 7`
+    places: tuple[str, ...] = ()  # on the GPU, as far as its lines say: `GPC 7 TPC 7`
     checked: bool = False  # the GPU passed a check because of it: what was before counts no more
     count: int = 1  # sightings
     sources: tuple[Source, ...] = ()
@@ -60,7 +60,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""  # the line that gave the action
     escalated: str = ""  # why it asks for more than its own rule says
     jobs: tuple[int, ...] = ()  # on the node when it began
-    uids: tuple[int, ...] = ()  # the owners of all these jobs; empty where they could not be told
+    uids: tuple[int, ...] = ()  # the owners of all these jobs; empty where they are not known
     boot_id: str = ""
     sequence: int = -1  # of the newest kernel record in it
     driver: str = ""
@@ -125,7 +125,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     known_sequence: int = -1  # kernel records up to here, of this boot, were dealt with before we started
     driver: str = ""
     gpus: tuple[tuple[str, str], ...] = ()  # (PCI address, UUID), of all GPUs ever listed since the boot
-    nvml: NvmlState | None = None  # None: it has not told yet
+    nvml: NvmlState | None = None  # None: it has not answered yet
     nvml_since: float | None = None  # since when it has been ready without a break
     incidents: tuple[Incident, ...] = ()  # oldest first
     drain: Drain | None = None
@@ -139,7 +139,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 0  # in a row that failed
     retry_at: float = 0.0  # no call before
     watch_at: float = 0.0  # the next unhurried one
-    listened: bool = False  # Slurm has told of our own node: the count of all nodes is next
+    listened: bool = False  # Slurm has answered about our own node: the count of all nodes is next
     observing: bool = False  # mode observe, known from the start
 
     @property
@@ -189,7 +189,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A fault's burst: what an uncertain fault asks for is settled after this; certain ones do not wait."""
 
     join_s: float = 30.0
-    """What a GPU reports this soon after an incident's last word belongs to it."""
+    """What a GPU reports this soon after an incident's last report belongs to it."""
 
     repeat_within_s: float = 7 * 86400.0
     """The same GPU in need of a reset or reboot a second time within this is broken."""
@@ -219,7 +219,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A call is always answered; one that was not by then is made again."""
 
     crowded_s: float = 0.2
-    """Slurm takes this long to tell of our own node alone: many agents ask, or it is busy.  Then the count of all
+    """Slurm takes this long to answer about our own node alone: many agents ask, or it is busy.  Then the count of all
     nodes, which costs slurmctld a thousand times as much on a large cluster, waits."""
 
     crowd_spread: float = 1800.0

@@ -1,6 +1,6 @@
 """What sysfs and /proc say: counters and states that prove nothing, but help to understand a fault.
 
-`read` tells everything, `news` what is worth a line: what has changed for the worse since the last time.
+`read` returns everything, `news` what is worth a line: what has changed for the worse since the last time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Roots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(roots: Roots) -> tuple[Evidence, ...]:
-    """Return everything that can be told here."""
+    """Return everything that is known here."""
     now = time.time()
     return (*aer(roots, now), *infiniband(roots, now), *memory_pressure(roots, now), *disks(roots, now))
 
@@ -127,7 +127,7 @@ def disks(roots: Roots, at: float) -> Iterator[Evidence]:
 
 
 def news(before: Iterable[Evidence], after: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    """Return what is worse in `after`; of a first look what is bad by itself.  Pure."""
+    """Return what is worse in `after`; of a first look what is bad as it is.  Pure."""
     known = {(evidence.what, evidence.where): evidence for evidence in before}
     found = []
     for evidence in after:
@@ -209,7 +209,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a small file's text; "" where it is missing or cannot be read: then this node does not tell."""
+    """Return a small file's text; "" where it is missing or cannot be read: then this node does not say."""
     try:
         with path.open("rb") as file:
             return file.read(BYTES_MAX).decode(errors="replace").strip()

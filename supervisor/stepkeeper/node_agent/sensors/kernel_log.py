@@ -155,7 +155,7 @@ class KernelLog(Stoppable):
         return os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _follow(self, descriptor: int) -> None:
-        """Read until told to stop.  Raises OSError where the device fails."""
+        """Read until asked to stop.  Raises OSError where the device fails."""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.register(self._stop_read, select.POLLIN)
@@ -178,7 +178,7 @@ class KernelLog(Stoppable):
             except OSError as error:
                 if error.errno == errno.EPIPE:  # the ring went round; the next read gives the oldest record left
                     self._overrun = True
-                elif error.errno != errno.EINVAL:  # one that is too long was passed over: the sequence tells
+                elif error.errno != errno.EINVAL:  # one that is too long was passed over: the sequence shows it
                     raise
                 continue
             if not data:

@@ -24,7 +24,7 @@ from stepkeeper.node_agent.sensors.stoppable import Stoppable
 
 COMMAND = ("-m", "stepkeeper.node_agent.sensors.nvml_child")
 STARTING = "start of the NVML process"
-STDERR_BYTES = 1000  # the last of them are told when it dies
+STDERR_BYTES = 1000  # the last of them are reported when it dies
 DIES_WITHIN_S = 1.0  # after SIGKILL; longer means uninterruptible sleep in the driver
 
 
@@ -41,7 +41,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     lasted_s: float = 60.0  # a child that lived this long starts the count anew
     absent_again_s: float = 300.0  # no library or no driver: one may be installed
     absent_soon_s: float = 60.0  # at first: at boot the driver comes late
-    absent_lasts_s: float = 120.0  # then its absence is told once more, with its length
+    absent_lasts_s: float = 120.0  # then its absence is reported once more, with its length
 
 
 class Calls:
@@ -152,7 +152,7 @@ class _Child:
 
     def end(self) -> int | None:
         """Kill it and return its exit code; None where not even SIGKILL ends it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end by itself
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end
             return self.process.wait(0.0 if self._out in self._open else DIES_WITHIN_S)
         self.process.kill()
         try:
@@ -187,7 +187,7 @@ class NvmlProcess(Stoppable):
         self._ready: NvmlStatus | None = None
         self._absent = ""
         self._absent_since: float | None = None
-        self._absence_told = False
+        self._absence_reported = False
         self._hung_since: float | None = None  # a new process may hang like the one before: that is one silence
         self.pid: int | None = None  # of the child that runs now
 
@@ -227,7 +227,7 @@ class NvmlProcess(Stoppable):
             self.pid = None
             child.close()
         if code == readings.ENDS_ABSENT:
-            soon = self._absent_since is not None and not self._absence_told
+            soon = self._absent_since is not None and not self._absence_reported
             return min(self._patience.absent_soon_s if soon else math.inf, self._patience.absent_again_s)
         if code != readings.ENDS_TO_BEGIN_ANEW and not self._stopped(0.0):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -277,24 +277,24 @@ class NvmlProcess(Stoppable):
             if reading.state is NvmlState.READY:
                 self._ready = reading
                 self._absent = ""
-                self._absent_since, self._absence_told = None, False
+                self._absent_since, self._absence_reported = None, False
             elif reading.state is NvmlState.ABSENT:
-                if (told := self._absence(reading)) is None:
+                if (report := self._absence(reading)) is None:
                     return
-                reading = told
+                reading = report
         self._callback(reading)
 
     def _absence(self, status: NvmlStatus) -> NvmlStatus | None:
-        """Return what is to be told of an absence; None where that was said already."""
+        """Return what is to be reported of an absence; None where that was said already."""
         now = time.monotonic()
         if self._absent_since is None:
             self._absent_since = now
         for_s = now - self._absent_since
-        lasts = not self._absence_told and for_s >= self._patience.absent_lasts_s
+        lasts = not self._absence_reported and for_s >= self._patience.absent_lasts_s
         if status.detail == self._absent and not lasts:
             return None
         self._absent = status.detail
-        self._absence_told = self._absence_told or lasts
+        self._absence_reported = self._absence_reported or lasts
         return msgspec.structs.replace(status, stuck_s=for_s)
 
     def _say(self, state: NvmlState, detail: str) -> None:

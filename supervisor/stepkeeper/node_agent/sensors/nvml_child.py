@@ -230,20 +230,20 @@ class _Lost(Exception):  # noqa: N818 - the GPU's state, not a mistake
 
 def look(lane: Lane, device: Device) -> GpuHealth:
     """Ask one GPU everything."""
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     errors: list[str] = []
     lost = False
     try:
         for question in QUESTIONS:
             answer = _ask(lane, device, question, errors)
-            if told.get("recovery_action"):
+            if values.get("recovery_action"):
                 answer.pop("recovery_action", None)  # what the GPU itself asks for says more than an error
-            told.update(answer)
+            values.update(answer)
     except _Lost:
         lost = True
     gpu = device.gpu
     return GpuHealth(
-        at=time.time(), pci=gpu.pci, uuid=gpu.uuid, index=gpu.index, lost=lost, errors=tuple(errors), **told
+        at=time.time(), pci=gpu.pci, uuid=gpu.uuid, index=gpu.index, lost=lost, errors=tuple(errors), **values
     )
 
 
@@ -316,7 +316,7 @@ QUESTIONS = (_recovery_action, _remapped_rows, _retired_pages, _ecc, _sram, _tem
 
 
 class Links:
-    """The NVLinks of the GPUs: a state that changed is evidence, and told once."""
+    """The NVLinks of the GPUs: a state that changed is evidence, and reported once."""
 
     def __init__(self) -> None:
         self._up: dict[str, frozenset[int]] = {}
@@ -380,7 +380,7 @@ def watch_events(lane: Lane, devices: list[Device], wake: threading.Event) -> No
     events, watched = _register(lane, devices)
     if not watched:
         lane.over()
-        return  # no GPU here can tell; looking now and then is all there is
+        return  # no GPU here can say; checking now and then is all there is
     failed = 0
     while failed < FAILED_WAITS_MAX:
         try:

@@ -15,7 +15,7 @@ class KernelRecord(_Reading, frozen=True, kw_only=True, tag="kernel_record"):
     """One record of the kernel's own log, never of a user-space writer unless injection is allowed."""
 
     boot_id: str
-    sequence: int  # -1 in what the journal told: it does not keep the number
+    sequence: int  # -1 in what the journal gave: it does not keep the number
     text: str  # whole record; what the kernel escaped is unescaped, so it may hold line feeds
 
 
@@ -38,7 +38,7 @@ class NvmlState(StrEnum):
     """How NVML is doing."""
 
     READY = "ready"
-    ABSENT = "absent"  # no library or no driver: not a GPU node, as far as anyone can tell
+    ABSENT = "absent"  # no library or no driver: not a GPU node, as far as anyone knows
     STUCK = "stuck"  # a call has not come back in its time limit
     ENDED = "ended"  # the child process died; it is started again
 
@@ -70,7 +70,7 @@ TEMPERATURE = "temperature"
 
 
 class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
-    """What NVML says of one GPU; None where this GPU or driver does not tell."""
+    """What NVML says of one GPU; None where this GPU or driver does not say."""
 
     pci: str
     uuid: str = ""

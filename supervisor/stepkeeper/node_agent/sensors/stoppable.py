@@ -33,8 +33,8 @@ class Stoppable(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """Sense until told to stop."""
+        """Sense until asked to stop."""
 
     def _stopped(self, wait_s: float) -> bool:
-        """Wait for so long; return at once, and true, where it is told to stop."""
+        """Wait for so long; return at once, and true, where it is asked to stop."""
         return bool(select.select([self._stop_read], [], [], wait_s)[0])

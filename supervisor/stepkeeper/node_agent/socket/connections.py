@@ -267,7 +267,7 @@ class JoinedJobs:
             del self._count[gone.uid]
 
 
-# Who may come in, and how often a peer is heard.  Pure but for its memory of what was.
+# Who may come in, and how often a peer may write.  Pure but for its memory of what was.
 
 
 class Door:

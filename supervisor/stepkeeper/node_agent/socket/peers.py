@@ -35,7 +35,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """The job whose step a process is in."""
 
     job_id: int
-    uid: int | None  # of the job; None where the path does not tell
+    uid: int | None  # of the job; None where the path does not say
     node: str  # empty: the only one of this machine
 
 
@@ -46,7 +46,7 @@ def credentials(sock: socket.socket) -> Credentials:
 
 
 def job_of(sock: socket.socket, peer: Credentials) -> Membership | None:
-    """Return the job that the peer's process is in; None where the kernel cannot tell for sure.
+    """Return the job that the peer's process is in; None where the kernel does not say for sure.
 
     The number of a process may be given to another one as soon as it ended: what was read counts only if the process
     lives after the reading.

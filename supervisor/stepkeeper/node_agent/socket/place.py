@@ -13,7 +13,7 @@ import socket
 import stat
 
 PATH_BYTES_MAX = 100  # of 107 that the kernel takes: the name is longer while the socket is made
-MODE = 0o666  # anybody may connect: the kernel tells who it is
+MODE = 0o666  # anybody may connect: the kernel says who it is
 
 
 class PlaceError(Exception):

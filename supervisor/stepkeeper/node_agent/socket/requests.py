@@ -271,7 +271,7 @@ class Requests:
             return
         full = len(connection.looks) >= self._limits.looks_waiting_max
         if full or not self._looks_of.take(uid, now) or not self._looks.take(now):
-            self._refuse(connection, "look", "too often: the agent looks by itself too", now)
+            self._refuse(connection, "look", "too often: the agent also checks on its own schedule", now)
             return
         self._look_number += 1
         connection.looks[self._look_number] = now + self._limits.look_within_s

@@ -86,13 +86,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: Action
     domain: Domain
     why: str  # one clause: which rule gave the action
-    standing: bool = False  # a condition that was there at the first look: nobody can tell since when
+    # a condition that was there at the first look: since when is not known; ledgers of 0.1 have it by this name
+    present_at_start: bool = msgspec.field(default=False, name="standing")
     certain: bool = False  # nothing that follows in its burst could explain it away: do not wait for the rest
     code: int | None = None  # XID or SXID
     pci: str | None = None  # `0000:3b:00.0`, lower case, with function; of the GPU or the switch
     gpu: str = ""  # UUID, where it is known
     instance: str = ""  # of MIG: `GI 5`, `GI 5 CI 0`
-    place: str = ""  # on the GPU, where the text tells: `GPC 7 TPC 7`
+    place: str = ""  # on the GPU, where the text says so: `GPC 7 TPC 7`
     cause: int | None = None  # of XID 45: the code that it says it was caused by
     text: str = ""  # the kernel's line, at most TEXT_CHARACTERS_MAX
     boot_id: str = ""

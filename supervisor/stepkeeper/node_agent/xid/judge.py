@@ -129,11 +129,11 @@ def _with_recovery(code: int, text: str, recovery_action: int | None, plain: Dec
         return plain  # what NVML says of a GPU that is gone, it said before
     advice = payload.recovery(recovery_action or payload.RECOVERY_NONE)
     if code == RECOVERY_CHANGED and not (row is not None and row.site):
-        told = payload.changed_recovery(text)
-        if told == payload.RECOVERY_NONE and advice is None:
+        wanted = payload.changed_recovery(text)
+        if wanted == payload.RECOVERY_NONE and advice is None:
             why = "the GPU's recovery action went back to none"
             return Decoded(action=Action.LOG, why=why, domain=_blamed(row))
-        from_text = payload.recovery(told or payload.RECOVERY_NONE)
+        from_text = payload.recovery(wanted or payload.RECOVERY_NONE)
         advice = max(
             (each for each in (from_text, advice) if each is not None),
             key=lambda each: each.action.severity,
@@ -200,7 +200,7 @@ def _without_text(code: int, row: Row | None) -> Decoded:
     mildest = payload.MILDEST.get(code)
     if row is None or row.site or mildest is None or mildest.severity >= plain.action.severity:
         return plain
-    why = f"{row.meaning}: the kernel's line, which tells more, may raise it"
+    why = f"{row.meaning}: the kernel's line, which says more, may raise it"
     return Decoded(action=mildest, why=why, domain=row.domain)
 
 
@@ -217,8 +217,8 @@ def _switch(report: Report, catalogue: Catalogue) -> Decoded:
     if word in ("non-fatal", "nonfatal"):
         return _fabric(Action.LOG, f"{what}: not fatal")
     if always:
-        return _fabric(Action.DRAIN_REBOOT, f"{what}: without a word on its severity, but always fatal")
-    return _fabric(Action.LOG, f"{what}: without a word on its severity")
+        return _fabric(Action.DRAIN_REBOOT, f"{what}: no severity given, but always fatal")
+    return _fabric(Action.LOG, f"{what}: no severity given")
 
 
 def _fabric(action: Action, why: str, *, certain: bool = False) -> Decoded:
@@ -243,7 +243,7 @@ def _instance(event: NvmlXid) -> str:
 # From what NVML says of GPUs to faults.  Pure.  Only a change, or the first reading, makes a fault.
 
 # During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a
-# GPU blocks for a minute too.  All of these end by themselves, and 119 has a line of its own that drains much sooner.
+# GPU blocks for a minute too.  All of these end without help, and 119 has a line of its own that drains much sooner.
 # So silence alone is believed only after a time that none of them takes.  The remedy is then that of 119, for it is
 # the same hang without its line: a reset, and a reboot where the hanging driver refuses that.
 STUCK_LOG_AFTER_S: Final = 60.0
@@ -263,8 +263,9 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
     if health.lost:  # nothing else that is said of it can be trusted
         if before is not None and before.lost:
             return []
-        return [_fault(health, Kind.LOST, lost(catalogue, "NVML says that the GPU is lost"), standing=before is None)]
-    return [_fault(health, Kind.HEALTH, each, standing=before is None) for each in _news(health, before)]
+        gone = lost(catalogue, "NVML says that the GPU is lost")
+        return [_fault(health, Kind.LOST, gone, present_at_start=before is None)]
+    return [_fault(health, Kind.HEALTH, each, present_at_start=before is None) for each in _news(health, before)]
 
 
 def was_reset(health: GpuHealth, before: GpuHealth) -> str:
@@ -277,10 +278,10 @@ def was_reset(health: GpuHealth, before: GpuHealth) -> str:
     return ""
 
 
-def silent(health: GpuHealth, *, standing: bool, catalogue: Catalogue) -> Fault:
+def silent(health: GpuHealth, *, present_at_start: bool, catalogue: Catalogue) -> Fault:
     """Return the fault of a GPU that has not answered for several looks in a row: as good as lost."""
     decided = lost(catalogue, f"the GPU does not answer: {'; '.join(health.errors)}")
-    return _fault(health, Kind.LOST, decided, standing=standing)
+    return _fault(health, Kind.LOST, decided, present_at_start=present_at_start)
 
 
 def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone: Iterable[str] = ()) -> Fault | None:
@@ -301,7 +302,7 @@ def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone:
         action=decided.action,
         domain=Domain.HARDWARE,
         why=decided.why,
-        standing=True,  # it is said at every listing
+        present_at_start=True,  # it is said at every listing
     )
 
 
@@ -342,11 +343,11 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
     errors = health.ecc_uncorrected or 0
     errors_before = before.ecc_uncorrected or 0 if before is not None else 0
     if errors > errors_before:  # a smaller number means that the GPU was reset
-        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would tell more"
+        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would say more"
         yield Decoded(action=Action.LOG, why=why)
 
 
-def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, standing: bool) -> Fault:
+def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, present_at_start: bool) -> Fault:
     return Fault(
         at=health.at,
         source=Source.NVML,
@@ -354,7 +355,7 @@ def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, standing: bool) -
         action=decided.action,
         domain=decided.domain or Domain.HARDWARE,
         why=decided.why,
-        standing=standing,
+        present_at_start=present_at_start,
         certain=decided.certain,
         pci=canonical(health.pci),
         gpu=health.uuid,

@@ -56,7 +56,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
     line: str  # as it stands there; of a record of several lines, all of them
     report: Report
-    gpu: str = ""  # UUID, where the log told it before
+    gpu: str = ""  # UUID, where the log gave it before
 
 
 def record_of(line: str, *, allow_injected: bool = False) -> str | None:
@@ -93,36 +93,36 @@ class _Log:
     def __init__(self, *, allow_injected: bool) -> None:
         self._allow_injected = allow_injected
         self._announced: dict[str, str] = {}  # PCI address: UUID
-        self._begun: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
-        self._begun_record = ""
+        self._started: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
+        self._started_record = ""
 
     def look(self, data: bytes, *, adjacent: bool) -> Iterator[Sighting]:
         line = data.decode("utf-8", errors="backslashreplace")
         record = record_of(line, allow_injected=self._allow_injected)
-        begun, self._begun = self._begun if adjacent else [], []
+        begun, self._started = self._started if adjacent else [], []
         if record is None:
             return
         if report := parse(record):
             yield self._sighting(line, report)
-        elif told := announcement(record):
-            self._remember(told)
+        elif found := announcement(record):
+            self._remember(found)
         elif record.startswith(_LOST_BEGINS):
-            self._begun, self._begun_record = [line], record
+            self._started, self._started_record = [line], record
         elif begun:
             # some programs indent what continues a record, others repeat the beginning of the line
             begun.append(line)
-            self._begun_record += "\n" + record.strip()
-            if report := parse(self._begun_record):
+            self._started_record += "\n" + record.strip()
+            if report := parse(self._started_record):
                 yield self._sighting("\n".join(begun), report)
             elif len(begun) < LOST_LINES_MAX:
-                self._begun = begun
+                self._started = begun
 
     def _sighting(self, line: str, report: Report) -> Sighting:
         return Sighting(line=line, report=report, gpu=self._announced.get(report.pci, ""))
 
-    def _remember(self, told: Announcement) -> None:
+    def _remember(self, found: Announcement) -> None:
         if len(self._announced) < ANNOUNCED_MAX:
-            self._announced[told.pci] = told.uuid
+            self._announced[found.pci] = found.uuid
 
 
 def _candidates(read: Callable[[int], bytes]) -> Iterator[tuple[bytes, bool]]:

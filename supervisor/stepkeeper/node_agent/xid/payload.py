@@ -181,7 +181,7 @@ def recovery(value: int) -> Decoded | None:
 
 
 def changed_recovery(text: str) -> int | None:
-    """Return the new value that XID 154 tells.  Labels differ between branches, the number counts."""
+    """Return the new value that XID 154 gives.  Labels differ between branches, the number counts."""
     match = _CHANGED.match(text)
     return int(match[1], 16) if match else None
 
@@ -203,7 +203,7 @@ def place(text: str) -> str:
 
 
 def decode(code: int, text: str) -> Decoded | None:
-    """Return what the text behind a code asks for; of 45 and 154 the functions above tell."""
+    """Return what the text behind a code asks for; for 45 and 154 see the functions above."""
     decoder = _DECODERS.get(code)
     return decoder(text) if decoder is not None else None
 

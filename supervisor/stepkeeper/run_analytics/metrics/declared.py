@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One declared metric.  Its name tells the unit, and ends in `_total` where it counts."""
+    """One declared metric.  Its name gives the unit, and ends in `_total` where it counts."""
 
     name: str
     kind: Kind
@@ -153,7 +153,7 @@ is logged (`metrics_not_written`, `metrics_not_served`), and training goes on. S
 The file is `stepkeeper-RUNID.prom`, replaced atomically every 15 s, and removed when the supervisor ends: the next
 attempt may run on another node. Where the run has stopped and needs a person (exit codes from 20 on), it stays, so that
 an alert can be made of it; the next attempt on that node replaces it. After a `kill -9` it stays too, and
-`stepkeeper_updated_timestamp_seconds` tells.
+`stepkeeper_updated_timestamp_seconds` says.
 node_exporter must be able to read it, and you must be able to write the directory.
 
 The port is open to its own node only, unless `metrics_address` says otherwise. It answers `GET /metrics`, to eight

@@ -1,4 +1,4 @@
-"""Counts what the journal is told, and reads the status: the samples of one supervisor at one moment."""
+"""Counts what the journal gets, and reads the status: the samples of one supervisor at one moment."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class TextFile:
         self._thread.start()
 
     def close(self, within_s: float, *, keep: bool) -> None:
-        """Write a last time, or remove the file: this node would tell the old figures for ever.
+        """Write a last time, or remove the file: this node would serve the old figures for ever.
 
         Args:
             within_s: how long to wait for a directory that hangs.
@@ -71,7 +71,7 @@ class TextFile:
 # Starts what the settings ask for, around one supervisor.
 
 CLOSE_WITHIN_S = 1.0
-PERSON_FROM = ExitCode.TRAINING_FAILED  # exit codes from here on: the run does not go on by itself
+PERSON_FROM = ExitCode.TRAINING_FAILED  # exit codes from here on: the run does not continue without a person
 
 
 @contextlib.contextmanager

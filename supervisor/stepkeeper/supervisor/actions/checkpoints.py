@@ -42,7 +42,7 @@ class Writers:
         self._ranks_per_node = ranks_per_node
 
     def node(self, name: str) -> str | None:
-        """Return the node; None where the name does not tell."""
+        """Return the node; None where the name has none."""
         match = _WRITER.fullmatch(name)
         place = int(match[1]) // self._ranks_per_node if match else len(self._nodes)
         return self._nodes[place] if place < len(self._nodes) else None
@@ -236,7 +236,7 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
         try:
             newer = lease.superseded(checkpoints.parent, ours)
         except (OSError, LeaseError):
-            newer = None  # it cannot be told: the lease is watched besides
+            newer = None  # it is not known: the lease is watched besides
         at = inbox.clock.now()
         if newer is not None:
             inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))

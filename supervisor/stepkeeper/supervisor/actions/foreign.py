@@ -39,7 +39,7 @@ Log = structlog.typing.FilteringBoundLogger
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checkpoints tell of the end of a launch."""
+    """What the checkpoints show of the end of a launch."""
 
     finished: bool = False
     step: int | None = None  # of the newest whole checkpoint

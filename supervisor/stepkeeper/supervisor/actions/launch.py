@@ -240,7 +240,7 @@ class Launch:
         inbox: Inbox,
         foreign: ForeignCheckpoints | None = None,
     ) -> None:
-        """Start srun on a thread; `foreign` tells at the end whether the script's framework has finished."""
+        """Start srun on a thread; `foreign` says at the end whether the script's framework has finished."""
         self._job = job
         self._meeting = meeting
         self._inbox = inbox
@@ -336,16 +336,16 @@ class Launch:
             paths.prune_logs(self._job.run_directory / "logs")
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
-        """Keep what srun itself says (the ranks write to their own files); return its last word."""
+        """Keep what srun itself says (the ranks write to their own files); return its last line."""
         assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
-        error = telling = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
+        error = reason = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
         for line in process.stdout:
             text = redact(line.decode(errors="replace").strip())
             if slurm_launch.NOISE in text:
                 continue
             log.write(text + "\n")
-            telling = telling or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
+            reason = reason or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
             error = error if slurm_launch.only_follows(text) else text[:ERROR_CHARACTERS_MAX] or error
             for rank, code, number in deaths(text):
                 self.note_death(code, number)
@@ -361,10 +361,10 @@ class Launch:
                     )
                 )
         log.drain(STORAGE_WITHIN_S)
-        return telling or error
+        return reason or error
 
     def _end_of_framework(self, code: int) -> End:
-        """Return what the checkpoints tell of the end, where the ranks were not ended from outside."""
+        """Return what the checkpoints show of the end, where the ranks were not ended from outside."""
         died, number = self._first_death or (code, None)
         if self._foreign is None or number in _OUTSIDE or died in _OUTSIDE_CODES:
             return End()

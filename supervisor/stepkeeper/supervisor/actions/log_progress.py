@@ -16,7 +16,7 @@ from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats.plain import open_descriptor
 
 LOOK_EVERY_S = 2.0
-BYTES_MAX = 1024 * 1024  # of a file at one look; what is older of it tells no more than what is newer
+BYTES_MAX = 1024 * 1024  # of a file at one look; what is older of it says no more than what is newer
 LINE_BYTES_MAX = 4096
 DIGITS_MAX = 18
 _ENDS = re.compile(rb"[\r\n]")  # a progress bar writes its line anew
@@ -43,7 +43,7 @@ class Prints:
             try:
                 data, at = _new(path, before)
             except OSError:
-                continue  # not there yet, or the storage does not answer: the next look tells
+                continue  # not there yet, or the storage does not answer: the next pass reads it
             *lines, begun = _ENDS.split(rest + data)
             self._read[path] = (at, begun[-LINE_BYTES_MAX:])
             matches = [match for line in lines if (match := self._pattern.search(line)) is not None]

@@ -27,7 +27,7 @@ OUTPUT_BYTES_MAX = 2000  # of the command's, in the log
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose run it is, and how its people are told."""
+    """Whose run it is, and how its people are notified."""
 
     job: str  # as Slurm's commands name it
     run_directory: str
@@ -73,7 +73,7 @@ def comment(effect: do.NotifyUser) -> str:
 def _start(
     effect: do.NotifyUser, call: Call, environment: Mapping[str, str], log: structlog.typing.FilteringBoundLogger
 ) -> tuple[subprocess.Popen[bytes], tempfile.SpooledTemporaryFile[bytes]] | None:
-    told = {
+    facts = {
         "STEPKEEPER_REASON": redact(text(effect.reasons)),
         "STEPKEEPER_EXIT_CODE": str(effect.code),
         "STEPKEEPER_CAUSE": effect.cause.value if effect.cause is not None else "",
@@ -84,7 +84,7 @@ def _start(
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", call.command or ""],
-            env={**environment, **told},
+            env={**environment, **facts},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

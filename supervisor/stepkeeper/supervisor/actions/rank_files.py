@@ -1,4 +1,4 @@
-"""What ranks are told of the run's failures so far, so that `checkpoint_every="auto"` need not learn it anew."""
+"""What ranks get of the run's failures so far, so that `checkpoint_every="auto"` need not learn it anew."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reliability_variables(run_directory: Path, *, within_s: float = READ_WITHIN_
     return {RELIABILITY_VARIABLE: f"{found[0].failures:.4f}:{found[0].node_hours:.4f}"}
 
 
-# What ranks are told of experiment trackers, so that `mlflow.start_run()` of each launch goes on in one run.
+# What ranks get of experiment trackers, so that `mlflow.start_run()` of each launch goes on in one run.
 #
 # Weights & Biases takes a name of ours (`wandb_run` in launch.py); MLflow gives its own, which rank 0 of the first
 # launch has left in the run directory.

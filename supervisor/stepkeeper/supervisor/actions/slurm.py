@@ -1,4 +1,4 @@
-"""Asking and telling Slurm, on threads of their own: a slow controller must not stop the loop."""
+"""Calls of Slurm, on threads of their own: a slow controller must not stop the loop."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do
         try:
             newer = lease.superseded(Path(assignment.run_directory), ours)
         except (OSError, LeaseError):
-            newer = None  # it cannot be told: the next attempt compares the leases again
+            newer = None  # it is not known: the next attempt compares the leases again
         at = inbox.clock.now()
         if newer is not None:
             inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))

@@ -21,7 +21,7 @@ RANKS_SHOWN_MAX = 4
 
 
 class StackCollector:
-    """Collects one request's words; `StacksCollected` comes when every node has told of its ranks, or time is up."""
+    """Collects the answers to one request; `StacksCollected` comes when every node has answered, or time is up."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -75,9 +75,9 @@ class StackCollector:
             places = dict(self._places)
         standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
         suspect = find_suspect(stood, collectives.find_suspect(standstills))
-        unheard = [node for node in missing if node not in {each.node for each in stood}]
+        unanswered = [node for node in missing if node not in {each.node for each in stood}]
         known = bool(stood) and not missing
-        words = (summarise(stood, unheard), collectives.in_words(standstills, places))
+        words = (summarise(stood, unanswered), collectives.in_words(standstills, places))
         self._inbox.put(
             on.StacksCollected(
                 at=self._inbox.clock.now(),
@@ -119,9 +119,9 @@ def with_below(stood: lines.Stood, below: str) -> lines.Stood:
 
 
 def find_suspect(stood: list[lines.Stood], by_collectives: int | None = None) -> lines.Stood | None:
-    """Return the rank that others wait for; None where that cannot be told.
+    """Return the rank that others wait for; None where that is not known.
 
-    What the collectives say comes first: on a GPU a stack tells where the program is, which is ahead of its work.
+    What the collectives say comes first: on a GPU a stack shows where the program is, which is ahead of its work.
     """
     kinds = (
         [each for each in stood if each.rank == by_collectives],

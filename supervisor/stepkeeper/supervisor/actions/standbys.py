@@ -270,4 +270,4 @@ class _Step:
             if _OOM in text.lower():
                 path = logs.logs(self._job.attempt, self.launch) / SRUN_LOG
                 with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")  # a full disk: the exit by SIGKILL is told all the same
+                    file.write(text + "\n")  # a full disk: the exit by SIGKILL is reported all the same

@@ -116,7 +116,7 @@ class VerifyPool:
         self.bus = bus
 
     def receive(self, message: lines.ShareRead) -> None:
-        """Take the word of a watcher."""
+        """Take the message of a watcher."""
         found = None
         if message.done and not message.error:
             more = f" (and {message.problems - 1} more)" if message.problems > 1 else ""
@@ -184,7 +184,7 @@ class VerifyPool:
         return {self.own_node, *others[: READERS_MAX - 1]}
 
     def word(self, within_s: float) -> _Word | None:
-        """Return the next word of a reader."""
+        """Return the next message of a reader."""
         try:
             return self._words.get(timeout=within_s)
         except queue.Empty:
@@ -282,7 +282,7 @@ class _Shared:
             )
             try:
                 found = verify_share(self._wanted.directory, index, self._wanted.of, reading=reading)
-            except Exception as error:  # noqa: BLE001 - another reader takes over; with none, the deadline tells
+            except Exception as error:  # noqa: BLE001 - another reader takes over; with none, the deadline decides
                 self._pool.put(msgspec.structs.replace(far.word, error=repr(error)))
                 continue
             if not reading.should_stop():

@@ -35,11 +35,11 @@ class Paces:
         self._paces: dict[str, lines.Paced] = {}
 
     def receive(self, word: lines.Paced, launch: int, at: float) -> on.NodesPaced | None:
-        """Take in a word; return the round that is over with it.
+        """Take in a message; return the round that is over with it.
 
         Args:
             word: of a watcher.
-            launch: of the attempt, that it tells of.
+            launch: of the attempt, that it concerns.
             at: Unix seconds.
         """
         event = None
@@ -65,7 +65,7 @@ class Paces:
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
 LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
-LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a word in its event; watchers gather
+LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a message in its event; watchers gather
 _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,
@@ -102,7 +102,7 @@ class Bus:
             argv: of srun.
             environment: of srun and the watchers.
             inbox: where events go.
-            attempt: words of other attempts are not taken for this one's.
+            attempt: messages of other attempts are not taken for this one's.
             note: called with a node and what its watcher has for the log, on a thread of the bus.
             on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
             on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
@@ -206,12 +206,12 @@ class Bus:
         for node, watcher in list(self._peers.items()):
             if watcher.life(now) is not Life.ALIVE:
                 if self._peers.pop(node, None) is None:
-                    continue  # srun has told us meanwhile
+                    continue  # srun has reported it meanwhile
                 why = f"silent for {SUSPECT_AFTER_S:g} s"
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
 
     def forgive(self, seconds: float) -> None:
-        """Take no watcher for silent because of a time in which we could not hear.  Called by the loop."""
+        """Take no watcher for silent because of a time in which we could not receive.  Called by the loop."""
         now = time.monotonic()
         for node, watcher in list(self._peers.items()):
             self._peers[node] = watcher.paused(seconds, now)
@@ -231,7 +231,7 @@ class Bus:
 
     def _kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # ended by itself
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 self._process.kill()
 
     # --- threads ----------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Bus:
         if len(parts) >= 4 and parts[:2] == ["srun", "error"] and parts[3].startswith("task"):  # noqa: PLR2004
             node = parts[2]
             if parts[-1].startswith("Killed") and len(self._ready) < self._size:
-                return  # Slurm ends a step on all nodes that it cannot start on one: this tells nothing of the others
+                return  # Slurm ends a step on all nodes that it cannot start on one: this says nothing of the others
             if self._peers.pop(node, None) is not None:
                 why = ": ".join(parts[3:])
                 self._inbox.put(on.WatcherLost(at=self._now(), node=node, bus=self.number, why=why))
@@ -308,7 +308,7 @@ class Bus:
     def _now(self) -> float:
         return self._inbox.clock.now()
 
-    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a word
+    def _emit(self, message: lines.FromWatcher) -> None:  # noqa: C901, PLR0912 - one case a message
         if message.node in self._peers or isinstance(message, lines.Ready):
             self._peers[message.node] = Peer(time.monotonic())
         at = self._now()
@@ -350,11 +350,11 @@ class Bus:
             case lines.Note():
                 self._note(message.node, message.text)
             case lines.Alive():
-                pass  # hearing it is what counts
+                pass  # its arrival is what counts
 
     def _on_cleared(self, message: lines.Cleared) -> None:
         wanted, cleared = self._to_clear, self._cleared
-        current = message.number in (0, self._clear_number)  # 0: a watcher of a version that tells none
+        current = message.number in (0, self._clear_number)  # 0: a watcher of a version that sends none
         if wanted is None or message.launch != wanted.launch or not current:
             return
         cleared[message.node] = message

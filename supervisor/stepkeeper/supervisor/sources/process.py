@@ -75,7 +75,7 @@ class Inbox(loop_tools.Inbox[Event]):
 
         Args:
             clock: of the events.
-            report: is told of each kind of failure of an optional part, once.
+            report: called once for each kind of failure of an optional part.
         """
         super().__init__(clock)
         self.report = report

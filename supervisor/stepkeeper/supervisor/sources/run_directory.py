@@ -53,7 +53,7 @@ class _Directory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._identity: tuple[int, int] | None = None
-        with contextlib.suppress(OSError):  # then its lease is what tells it
+        with contextlib.suppress(OSError):  # then its lease shows it
             self._identity = self._look()
         self._missing_since: float | None = None
 
@@ -63,7 +63,7 @@ class _Directory:
         try:
             is_ours = self._look() == self._identity or (self._path / LEASE_NAME).exists()
         except OSError as error:
-            is_ours = error.errno not in _NOT_THERE  # else it cannot be told now
+            is_ours = error.errno not in _NOT_THERE  # else it is not known now
         if is_ours:
             self._missing_since = None
             return 0.0

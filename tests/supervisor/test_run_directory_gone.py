@@ -12,6 +12,7 @@ from stepkeeper.core import events as on
 from stepkeeper.loop_tools import Clock
 from stepkeeper.supervisor.sources import run_directory as source
 from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.lease import LEASE_NAME, Lease, write
 
 WITHIN_S = 60.0
@@ -51,6 +52,23 @@ def test_one_that_a_save_makes_anew_is_not_the_run_directory(run: Path) -> None:
     aside = run.with_name("aside")  # it keeps its number, which the new one could get else
     run.rename(aside)
     (run / "checkpoints").mkdir(parents=True)
+
+    assert isinstance(inbox.get(WITHIN_S), on.RunDirectoryGone)
+    assert not (run / LEASE_NAME).exists()
+
+
+def test_one_that_is_replaced_while_its_lease_is_read_gets_no_lease(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the directory and the write into it, another one takes its place."""
+    read = lease.read
+
+    def replacing(directory: Path) -> Lease | None:
+        if not run.with_name("aside").exists():
+            run.rename(run.with_name("aside"))
+            (run / "checkpoints").mkdir(parents=True)
+        return read(directory)
+
+    monkeypatch.setattr(lease, "read", replacing)
+    inbox = watched(run)
 
     assert isinstance(inbox.get(WITHIN_S), on.RunDirectoryGone)
     assert not (run / LEASE_NAME).exists()

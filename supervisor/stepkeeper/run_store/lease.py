@@ -75,8 +75,13 @@ def _is_gone(held: Lease, wanted: Lease) -> bool:
     return found is None or (held.birth is not None and not found.is_that_of(held.birth))
 
 
-def superseded(run_directory: Path, ours: Lease) -> Lease | None:
+def superseded(run_directory: Path, ours: Lease, *, opened: Path | None = None) -> Lease | None:
     """Return the lease of a newer attempt, if there is one; put ours back if an older one overwrote it.
+
+    Args:
+        run_directory: where the lease is read.
+        ours: the lease of this attempt.
+        opened: a path of the same directory by its descriptor; ours is put back there, whatever replaces the directory.
 
     Raises:
         OSError, LeaseError: it is not known now; ask again later.
@@ -85,7 +90,7 @@ def superseded(run_directory: Path, ours: Lease) -> Lease | None:
     if held is not None and held.epoch > ours.epoch:
         return held
     if held is None or held.epoch < ours.epoch:
-        leases.write(run_directory, ours)
+        leases.write(opened or run_directory, ours)
     return None
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stepkeeper.core.events import Requested, RunDirectoryGone, Superseded
@@ -29,16 +29,16 @@ def watch_lease(run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Cal
     def work() -> None:
         newer: Lease | None = None
         while newer is None:
-            missing_s = there.missing_s()
-            if missing_s >= GONE_AFTER_S:
-                inbox.put(RunDirectoryGone(at=inbox.clock.now(), path=str(run_directory)))
-                return
             try:
-                newer = lease.superseded(run_directory, ours) if not missing_s else None
+                with there.opened() as found:
+                    newer = lease.superseded(run_directory, ours, opened=found) if found is not None else None
             except (OSError, LeaseError) as error:
                 on_error(error)
             except Exception as error:  # noqa: BLE001 - what somebody wrote there must not end the looking
                 inbox.failed(Part.LEASE, error)
+            if there.missing_s() >= GONE_AFTER_S:
+                inbox.put(RunDirectoryGone(at=inbox.clock.now(), path=str(run_directory)))
+                return
             if newer is None:
                 pause.wait(LOOK_EVERY_S)
         at = inbox.clock.now()
@@ -54,27 +54,60 @@ class _Directory:
         self._path = path
         self._identity: tuple[int, int] | None = None
         with contextlib.suppress(OSError):  # then its lease shows it
-            self._identity = self._look()
+            self._identity = _identity(os.stat(path))
         self._missing_since: float | None = None
 
-    def missing_s(self) -> float:
-        """Return for how long it has not been there, as far as it was looked at; 0.0 where it is."""
-        now = time.monotonic()
-        try:
-            is_ours = self._look() == self._identity or (self._path / LEASE_NAME).exists()
-        except OSError as error:
-            is_ours = error.errno not in _NOT_THERE  # else it is not known now
-        if is_ours:
-            self._missing_since = None
-            return 0.0
-        if self._missing_since is None:
-            self._missing_since = now
-        return max(now - self._missing_since, 1e-3)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Path | None]:
+        """Open the directory: what is written below the path that this yields never lands in one that replaces it.
 
-    def _look(self) -> tuple[int, int]:
-        """Raises OSError."""
-        status = os.stat(self._path)
-        return status.st_dev, status.st_ino
+        Yields None where it is missing.
+
+        Raises:
+            OSError: it is not known now whether it is there.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                self._missing_since = None
+                raise
+            self._missed()
+            yield None
+            return
+        try:
+            found = Path(f"/proc/self/fd/{descriptor}")
+            if _identity(os.fstat(descriptor)) == self._identity or (found / LEASE_NAME).exists():
+                self._missing_since = None
+                with _naming(self._path / LEASE_NAME):
+                    yield found
+            else:
+                self._missed()
+                yield None
+        finally:
+            os.close(descriptor)
+
+    def missing_s(self) -> float:
+        """Return for how long it has been missing, as far as it was looked at; 0.0 where it is there."""
+        return time.monotonic() - self._missing_since if self._missing_since is not None else 0.0
+
+    def _missed(self) -> None:
+        if self._missing_since is None:
+            self._missing_since = time.monotonic()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an error name the file as people know it, not by the descriptor of its directory."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 # What people ask of the run (`stepkeeper save`, `stepkeeper stop`): files that are looked for now and then.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.core import reasons as because
 from tests.lab import Lab
 from tests.stories.patience import place as place_of
 from tests.stories.test_campaign import give_way
@@ -46,8 +47,7 @@ def test_a_preemption_far_from_the_end_of_a_step_loses_none(
         assert resumed.step == step
     else:
         assert not emergency, training.story()
-        logs = (training.run_dir / "logs/attempt-000").glob("launch-*/*.log")
-        assert any("nothing_to_save step=0" in log.read_text(errors="replace") for log in logs)
+        assert because.NothingToSave() in [reason for record in training.records() for reason in record.reasons]
         assert resumed.step is None
     assert_complete(training, reference)
     assert_replays(training)

@@ -25,6 +25,7 @@ from stepkeeper.core.phases import (
     Decision,
     can_save,
     close,
+    end_unsaved,
     kill,
     query_slurm,
     request_save,
@@ -166,7 +167,9 @@ def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decisi
     by_hand = state.leaving.plan is not None and state.leaving.plan.code is ExitCode.STOPPED
     if state.phase is Phase.SAVING and not by_hand:
         return Decision(take(state, plan), (), plan.why)
-    return stop(state, at, replace(plan, why=(because.EndedByHand(signal=signal, saves=False),)), policy)
+    plan = replace(plan, why=(because.EndedByHand(signal=signal, saves=False),))
+    end = end_unsaved if state.phase is Phase.TRAINING else stop
+    return end(state, at, plan, policy)
 
 
 def _meaning(event: on.SlurmAnswered, judgement: Judgement) -> Reason:
@@ -201,6 +204,8 @@ def _leave(state: State, at: float, judgement: Judgement, plan: Plan, policy: Po
     match state.phase:
         case Phase.TRAINING if can_save(state):
             return _save_if_it_can(state, at, deadline, plan, policy)
+        case Phase.TRAINING:
+            return end_unsaved(state, at, plan, policy)
         case Phase.SAVING:
             return _save_until(take(state, plan), deadline)
         case Phase.STOPPING if not state.launch.running:

@@ -123,6 +123,11 @@ def save(state: State, deadline: float, plan: Plan) -> Decision:
     return Decision(state, (request_save(state),), why)
 
 
+def end_unsaved(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
+    """End ranks that train and have nothing to save: see `can_save`."""
+    return stop(state, at, replace(plan, why=(*plan.why, because.NothingToSave())), policy)
+
+
 def request_save(state: State) -> do.RequestSave:
     """Return the word to the ranks that belongs to SAVING."""
     sent = None if state.identity.wrapped else state.launch.slurm_sent or None  # a wrapper absorbs what Slurm sends

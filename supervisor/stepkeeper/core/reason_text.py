@@ -163,6 +163,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             )
         case r.StopSignalInstead():
             return "the script has no trainer library, so it gets the stop signal and time until the deadline"
+        case r.NothingToSave():
+            return "no rank has done a step in this launch, so there is nothing to save"
         case r.Committed(step=step, framework=framework):
             return f"step {step} is {f'saved by {framework}' if framework else 'committed'}"
         case r.CopiesDiffer(tensors=tensors):

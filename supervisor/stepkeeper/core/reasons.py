@@ -251,6 +251,10 @@ class StopSignalInstead(_Reason, frozen=True, kw_only=True):
     """Ranks without the trainer library get the stop signal, and have until the deadline."""
 
 
+class NothingToSave(_Reason, frozen=True, kw_only=True):
+    """The ranks have done no step in this launch."""
+
+
 class Committed(_Reason, frozen=True, kw_only=True):
     """A step directory is complete."""
 
@@ -905,6 +909,7 @@ Reason = (
     | ResumedElsewhere
     | NoLibrary
     | StopSignalInstead
+    | NothingToSave
     | Committed
     | CopiesDiffer
     | SaveFailed

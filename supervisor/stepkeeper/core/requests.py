@@ -12,7 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import Decision, can_save, close, closed, save, stop, take
+from stepkeeper.core.phases import Decision, can_save, close, closed, end_unsaved, save, stop, take
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Next, Phase, Plan, State
 
@@ -53,6 +53,8 @@ def _stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
     match state.phase:
         case Phase.TRAINING if can_save(state):
             return save(state, event.at + policy.stop_within_s, plan)
+        case Phase.TRAINING:
+            return end_unsaved(state, event.at, plan, policy)
         case Phase.SAVING:
             return Decision(take(state, plan), (), why)
         case Phase.STOPPING if state.launch.running:

@@ -98,9 +98,10 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no t
         """Give a worker more, if it has little left, or end it: it plays a test only when it knows what comes next."""
         if node not in self.registered_collections:
             return  # it replaces a crashed one and collects: xdist calls again
-        super()._reschedule(node)
-        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        with contextlib.suppress(OSError):  # it has crashed as well: `remove_node` is to come, and gives its units away
             super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -109,6 +109,7 @@ case "$*" in
 esac
 """
 SECOND = "second-look"
+OLDEST = "test-torch-oldest TORCH_OLDEST_WITHIN_S=30"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,8 @@ def test_a_run_plays_its_parts_and_looks_twice_at_what_failed_only(
 @pytest.mark.parametrize(
     ("commits", "fails", "made"),
     [
-        (5, "", ["campaign-and-newest PART=6/6"]),
+        (5, "", ["campaign-and-newest PART=6/6", OLDEST]),
+        (12, "", ["campaign-and-newest PART=6/6"]),
         (6, "", ["test-frameworks"]),
         (6, "test-frameworks", ["test-frameworks", SECOND]),
         (7, "", ["campaign-and-newest PART=1/6"]),
@@ -168,5 +170,5 @@ def run_ci(tmp_path: Path, *, commits: int, fails: str, late: str = "") -> tuple
     )  # fmt: skip
 
     played = (tmp_path / "made").read_text().splitlines()
-    beside = ("setup", "newest-slurm", "demo", "coverage-core", "docs", "test-torch-oldest")
+    beside = ("setup", "newest-slurm", "demo", "coverage-core", "docs", "torch-oldest")
     return ended.returncode, [each for each in played if each not in beside]

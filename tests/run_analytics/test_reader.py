@@ -200,7 +200,7 @@ def test_following_reads_no_line_twice(tmp_path: Path) -> None:
     runs.write_journal(run, killed().records)
     reader = reading.Reader(run)
     reader.see()
-    before = reader._teller.seen.records
+    before = reader._builder.seen.records
     reader.see()
 
-    assert before == reader._teller.seen.records == len(killed().records)
+    assert before == reader._builder.seen.records == len(killed().records)

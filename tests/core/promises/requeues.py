@@ -111,12 +111,18 @@ def after_the_word_of_the_end_only_a_denial_requeues(turns):
 
 @promise
 def a_plan_to_end_stays_a_plan_to_end(turns):
-    """Only the denial of an end that was never confirmed takes one back."""
+    """Only the denial of an end that was never confirmed takes one back.
+
+    The end of its launch without an outcome denies rank 0's word.  Slurm's answer that it stopped the job denies the
+    status 0 of a command without the trainer library: its handler of the signal may have saved and ended.
+    """
     for turn in turns:
         before, after = turn.before.leaving.plan, turn.after.leaving.plan
         if before is None or before.next is not Next.END:
             continue
-        denied = isinstance(turn.event, on.LaunchEnded) and before.code is ExitCode.FINISHED
+        launch = turn.before.launch
+        by_slurm = isinstance(turn.event, on.SlurmAnswered) and not launch.running and not launch.library_seen
+        denied = (by_slurm or isinstance(turn.event, on.LaunchEnded)) and before.code is ExitCode.FINISHED
         assert denied or (after is not None and after.next is Next.END)
 
 

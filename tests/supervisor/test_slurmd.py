@@ -135,7 +135,7 @@ def test_a_host_that_does_not_answer_is_not_told(places: Places, monkeypatch: py
             while True:
                 waiting.enter_context(socket.create_connection(places.addresses["b"], 0.2))
 
-        assert not slurmd.takes_connections(places.addresses["b"])
+        assert not slurmd.connects(places.addresses["b"])
         assert followed(places, "b") == []
 
 

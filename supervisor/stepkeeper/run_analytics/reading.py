@@ -1,4 +1,4 @@
-"""A run directory -> its timeline.  All I/O of `seeing` is here."""
+"""A run directory -> its timeline.  All I/O for it is here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small HTTP server for whoever looks at a run: a few callers at a time, each within seconds.
+"""A small HTTP server for those who look at a run: a few callers at a time, each within seconds.
 
 Imported only where it is asked for: `http.server` costs 30 ms.
 """

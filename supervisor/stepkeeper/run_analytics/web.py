@@ -1,6 +1,6 @@
 """`stepkeeper status --web`: the report of a run that goes on, in a browser.  It reads the run directory only.
 
-Whoever asks has to know the token in the URL, and to call this machine by a name that no other site can have: a page
+A caller has to know the token in the URL, and to call this machine by a name that no other site can have: a page
 of another site reaches a port of ours by a name of its own (DNS rebinding), and knows no token.  Only GET is answered.
 """
 

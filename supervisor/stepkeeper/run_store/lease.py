@@ -12,7 +12,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats.lease import Lease, birth
-from stepkeeper_trainer.formats.plain import open_plain
+from stepkeeper_trainer.formats.plain import naming, open_plain
 
 
 def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool]) -> Lease:
@@ -90,7 +90,8 @@ def superseded(run_directory: Path, ours: Lease, *, opened: Path | None = None) 
     if held is not None and held.epoch > ours.epoch:
         return held
     if held is None or held.epoch < ours.epoch:
-        leases.write(opened or run_directory, ours)
+        with naming(run_directory / leases.LEASE_NAME):
+            leases.write(opened or run_directory, ours)
     return None
 
 

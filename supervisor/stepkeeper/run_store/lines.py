@@ -31,13 +31,19 @@ def forwards(file: BinaryIO) -> Iterator[bytes]:
     Raises:
         OSError: it cannot be read, or holds next to no line.
     """
-    passed_over = 0
+    for line, _, _ in _measured(file):
+        yield line.removesuffix(b"\n")
+
+
+def _measured(file: BinaryIO, passed_over: int = 0) -> Iterator[tuple[bytes, int, bool]]:
+    """Yield each line as far as it is kept, how many bytes it takes in the file, and whether it has its end."""
     while line := file.readline(LINE_BYTES_MAX):
-        rest = line
+        rest, length = line, len(line)
         while rest and not rest.endswith(b"\n"):
             rest = file.readline(LINE_BYTES_MAX)
+            length += len(rest)
             passed_over = _pass_over(file, passed_over + len(rest))
-        yield line.removesuffix(b"\n")
+        yield line, length, bool(rest)
 
 
 def backwards(file: BinaryIO) -> Iterator[bytes]:
@@ -108,13 +114,8 @@ class Growing:
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         file.seek(self._at)
-        while line := file.readline(LINE_BYTES_MAX):
-            rest, length = line, len(line)
-            while rest and not rest.endswith(b"\n"):
-                rest = file.readline(LINE_BYTES_MAX)
-                length += len(rest)
-                _pass_over(file, self._passed_over + length - len(line))
-            if not rest:
+        for line, length, has_end in _measured(file, self._passed_over):
+            if not has_end:
                 return
             self._passed_over += length - len(line)
             self._at += length

@@ -39,7 +39,7 @@ def open_descriptor(path: Path, *, within: Path | None = None, flags: int = 0) -
         FileNotFoundError: there is none.
         OSError: it cannot be opened, is a link, a directory, a pipe or the like, or belongs to a stranger.
     """
-    with _naming(path):
+    with naming(path):
         if within is None:
             return _plain(path, None, flags)
         with _parent(path, within) as (parent, owner):
@@ -63,7 +63,7 @@ def open_directory(path: Path, *, within: Path) -> int:
     Raises:
         OSError: there is none, it is a link, or it belongs to a stranger.
     """
-    with _naming(path), _parent(path / "_", within) as (parent, _):
+    with naming(path), _parent(path / "_", within) as (parent, _):
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
 
 
@@ -76,7 +76,7 @@ def read_plain(path: Path, bytes_max: int = RECORD_BYTES_MAX, *, within: Path | 
     """
 
     def read() -> bytes:
-        with open_plain(path, within=within) as file, _naming(path):
+        with open_plain(path, within=within) as file, naming(path):
             size = os.fstat(file.fileno()).st_size
             if size <= bytes_max:
                 data = file.read(size + 1)  # a read makes room for what it is asked for
@@ -111,7 +111,7 @@ def trusts(owner: int, found: int) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Have an error name the whole path: relative to a descriptor, the system knows the end of it only."""
     try:
         yield

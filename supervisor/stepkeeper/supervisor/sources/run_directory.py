@@ -79,8 +79,7 @@ class _Directory:
             found = Path(f"/proc/self/fd/{descriptor}")
             if _identity(os.fstat(descriptor)) == self._identity or (found / LEASE_NAME).exists():
                 self._missing_since = None
-                with _naming(self._path / LEASE_NAME):
-                    yield found
+                yield found
             else:
                 self._missed()
                 yield None
@@ -94,16 +93,6 @@ class _Directory:
     def _missed(self) -> None:
         if self._missing_since is None:
             self._missing_since = time.monotonic()
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Have an error name the file as people know it, not by the descriptor of its directory."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

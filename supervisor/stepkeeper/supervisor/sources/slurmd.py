@@ -40,30 +40,25 @@ def follow(
     until = time.monotonic() + FOLLOW_S
     refusals = dict.fromkeys(late, 0)  # in a row, and no time: we may have been paused ourselves
     while refusals and time.monotonic() < until and not wait(LOOK_EVERY_S):
-        refusals = {node: count + 1 for node, count in refusals.items() if not spoke(node) and refuses(addresses[node])}
+        refusals = {
+            node: count + 1
+            for node, count in refusals.items()
+            if not spoke(node) and connects(addresses[node]) is False
+        }
         due = [node for node, count in refusals.items() if count % REFUSALS == 0]
-        if due and not takes_connections(addresses[other]):
+        if due and not connects(addresses[other]):
             return
         for node in due:
             if not spoke(node):
                 report(node)
 
 
-def refuses(address: Address) -> bool:
-    """Tell whether a connection is refused, which is more than that nobody answers."""
+def connects(address: Address) -> bool | None:
+    """Tell whether a connection is made; false where it is refused, None where nobody answers."""
     try:
         socket.create_connection(address, CONNECT_WITHIN_S).close()
     except ConnectionRefusedError:
-        return True
+        return False
     except OSError:  # no answer in time, no way to the host, no such name
-        return False
-    return False
-
-
-def takes_connections(address: Address) -> bool:
-    """Tell whether a connection is made."""
-    try:
-        socket.create_connection(address, CONNECT_WITHIN_S).close()
-    except OSError:
-        return False
+        return None
     return True

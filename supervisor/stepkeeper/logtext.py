@@ -2,7 +2,7 @@
 
     [stepkeeper 2026-09-21 10:00:00] decision: rank 1 on n2 ended with signal 9 (effects=relaunch)
 
-Whoever reads a job's log for what the training printed passes over our lines, in this form or as JSON.
+Readers of a job's log that look for the training's output skip our lines, in this form or as JSON.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def listen_for_signals(
 
 # Noticing that this process did not run for a while: suspended by Slurm, stopped by a signal, or frozen.
 #
-# Whoever waits for others by the clock asks here first: what could not be received meanwhile was not late.
+# Code that times out others asks here first: messages that could not be received meanwhile were not late.
 
 LATE_S = 5.0  # a loop that does nothing slow comes late by less, also on a busy node
 

@@ -191,7 +191,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.EndedAsAsked():
             return "the rank had been asked to end"
         case r.RankLeft(rank=rank, node=node, seen=seen, waiting=waiting):
-            how = "stopped" if seen else "is gone, and nobody saw how"
+            how = "stopped" if seen else "has ended, its exit code is unknown"
             said = "rank 0 is expected to say why" if waiting else "rank 0 did not say why"
             return f"rank {rank} on {node} {how}; {said}"
         case r.OutcomeMissing(error=error, code=code):

@@ -165,7 +165,7 @@ def _samples() -> dict[str, on.Event]:
         "RankExited 0": on.RankExited(at=AT, launch=0, rank=1, node="b", code=0),
         "RankExited 1": on.RankExited(at=AT, launch=0, rank=1, node="b", code=1),
         "RankExited 93": on.RankExited(at=AT, launch=0, rank=1, node="b", code=93),
-        "RankExited, nobody saw how": on.RankExited(at=AT, launch=0, rank=1, node="b"),
+        "RankExited, exit status unknown": on.RankExited(at=AT, launch=0, rank=1, node="b"),
         "Progressed": on.Progressed(at=AT, launch=0, step=901, tokens=1, loss=1.0, step_seconds=1.0),
         "NodesPaced": on.NodesPaced(at=AT, launch=0, step=901, step_seconds=1.0, own=(("a", 0.9), ("b", 0.9))),
         "Replayed, the same": on.Replayed(at=AT, launch=0, step=905, steps=5, deterministic=True),

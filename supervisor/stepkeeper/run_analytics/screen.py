@@ -1,4 +1,4 @@
-"""A run on one screen, for whoever is woken at night: 24 lines of 80 columns are enough.  Pure."""
+"""A run on one screen, for the engineer on call: 24 lines of 80 columns are enough.  Pure."""
 
 from __future__ import annotations
 

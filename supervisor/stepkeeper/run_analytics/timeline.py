@@ -182,13 +182,13 @@ def _standing(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: in
 
 
 def _close(attempts: Sequence[Attempt], standing: Standing) -> None:
-    """Say of launches that nobody saw end that nobody did."""
+    """Mark launches whose end no supervisor recorded."""
     for index, attempt in enumerate(attempts):
         for position, launch in enumerate(attempt.launches):
             newest = index + 1 == len(attempts) and position + 1 == len(attempt.launches)
             if launch.ending is Ending.RUNNING and not (newest and standing is Standing.RUNNING):
                 launch.ending = Ending.NO_WORD
-                launch.why = launch.why or "the supervisor was killed or its node lost: nobody saw it end"
+                launch.why = launch.why or "the supervisor was killed or its node lost: no end is recorded"
 
 
 def _durable(attempts: Sequence[Attempt]) -> int:

@@ -317,7 +317,7 @@ def _how_to_open(server: serving.Server, token: str) -> list[str]:
     return [
         f"http://{ADDRESS}:{port}/{token}/",
         "",
-        "Whoever has this URL can read what the page shows. From another computer, first:",
+        "Anyone with this URL can read the page. From another computer, first run:",
         f"    ssh -N -L {shlex.quote(way)} {there}",
         "Ctrl-C ends it; the run goes on.",
     ]

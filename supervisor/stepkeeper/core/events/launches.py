@@ -34,7 +34,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
 
 
 class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
-    """A rank's process ended; both `code` and `signal` are None where nobody saw it."""
+    """A rank's process ended; `code` and `signal` are both None where its exit status is unknown."""
 
     rank: int
     node: str

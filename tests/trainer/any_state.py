@@ -498,6 +498,111 @@ def loader_of_each_rank(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     return Scene(state={"model": model, "optimizer": optimizer, "loader": position}, step=step)
 
 
+def _reader(kind: type) -> Callable[[int, int], Scene]:
+    """Train beside a reader of a kind; each step reads once."""
+
+    def make(rank: int, world_size: int) -> Scene:
+        import torch  # noqa: PLC0415
+
+        model = _mlp(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        reader = kind(rank, world_size)
+        fit = _fit(model, optimizer)
+
+        def step() -> float:
+            reader.read()
+            return fit()
+
+        return Scene(state={"model": model, "optimizer": optimizer, "reader": reader}, step=step)
+
+    return make
+
+
+class _Counting:
+    """Counts what this rank has read: equal on all ranks, and another place in the data on more of them."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.count = rank, world_size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.read()
+
+    def read(self) -> int:
+        self.count += 1
+        return (self.count - 1) * self.world_size + self.rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class _CountingForAll(_Counting):
+    """Counts what the whole job has read."""
+
+    per_rank = False
+
+    def read(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class _Shards(_Counting):
+    """Has shards of its own with a place in each; any number of ranks can share them anew."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        import torch  # noqa: PLC0415
+
+        super().__init__(rank, world_size)
+        self.places = torch.zeros(12 // world_size, dtype=torch.int64)
+        self.shards = list(range(rank, 12, world_size))
+        self.mean = torch.zeros(3)
+
+    def read(self) -> int:
+        at = self.count % len(self.shards)
+        self.places[at] += 1 + self.shards[at]
+        self.mean = self.mean + 1
+        return super().read()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": self.places, "shards": self.shards, "mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.places, self.shards, self.mean, self.count = (
+            state["places"],
+            state["shards"],
+            state["mean"],
+            state["count"],
+        )
+        print(f"reader has {dict(zip(self.shards, self.places.tolist(), strict=True))} {self.mean.tolist()}")
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        import torch  # noqa: PLC0415
+
+        known = {shard: place for s in states for shard, place in zip(s["shards"], s["places"].tolist(), strict=True)}
+        mine = sorted(known)[rank::world_size]
+        return states[0] | {"shards": mine, "places": torch.tensor([known[shard] for shard in mine])}
+
+
+class _ShardsOfOne(_Shards):
+    """Cannot be shared anew by its last rank."""
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        if rank == world_size - 1:
+            raise RuntimeError("no shard is left")
+        return super().reshard(states, rank, world_size)
+
+
+SCENES |= {
+    "reader_that_counts": _reader(_Counting),
+    "reader_that_counts_for_all": _reader(_CountingForAll),
+    "reader_that_reshards": _reader(_Shards),
+    "reader_that_reshards_badly": _reader(_ShardsOfOne),
+}
+
+
 @scene
 def experts_that_are_compared_slowly(rank: int, world_size: int) -> Scene:
     """Several steps end while the ranks find out which of them hold different values."""

@@ -171,7 +171,11 @@ def _load(
         refusal.__cause__ = error
     _refuse_together(refusal, agreement)
     load(reader, tensors, agreement.group, limits=limits)
-    state.apply(tensors)
+    try:
+        state.apply(tensors)
+    except StepkeeperError as error:
+        refusal = error
+    _refuse_together(refusal, agreement)
 
 
 def _refuse_together(own: StepkeeperError | None, agreement: Agreement) -> None:

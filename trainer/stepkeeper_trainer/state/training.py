@@ -24,7 +24,7 @@ from stepkeeper_trainer.state import old, random_state, variants
 from stepkeeper_trainer.state.module import ModulePart, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
 from stepkeeper_trainer.state.placement import meshes_of
-from stepkeeper_trainer.state.tree import Stateful, StatefulPart, from_blob, local, to_blob
+from stepkeeper_trainer.state.tree import EACH_RANK, Stateful, StatefulPart, from_blob, local, to_blob, with_keys
 from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class TrainingState:
         if isinstance(value, torch.optim.Optimizer):
             return OptimizerPart(name, value, self._parameter_names)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return StatefulPart(name, value, self._meshes)
+            return StatefulPart(name, value, self._meshes, rank=self.rank, world_size=self.world_size)
         raise UsageError(
             f"{name} is a {type(value).__name__}: give a module, an optimizer, or something with state_dict() and "
             "load_state_dict()"
@@ -398,6 +398,9 @@ class TrainingState:
         self._check_other_world(then, frozenset(map(renaming.key, divided)))
         for name, key in here.items():
             part = self.parts[name]
+            if isinstance(part, StatefulPart) and part.reshards:
+                self._saved[name] = {EACH_RANK: _of_each_rank(key, then, packed, blobs)}
+                continue
             trees = [from_blob(blob, name=at) for at, blob in blobs.items() if at == key or at.endswith(f".{key}")]
             if len(trees) > 1 and isinstance(part, OptimizerPart):
                 self._saved[name] = part.merge(trees)
@@ -409,18 +412,20 @@ class TrainingState:
 
     def _check_other_world(self, then: int, divided: frozenset[str]) -> None:
         """Refuse what only as many ranks as then can take; of replicas that drifted, the lowest rank's copy counts."""
-        trees = {f"{TREE_PREFIX}{name}": part for name, part in self.parts.items()}
-        mergeable = {key for key, part in trees.items() if not isinstance(part, StatefulPart)} | {COUNTERS_KEY}
-        wrong = sorted(name.removeprefix(TREE_PREFIX) for name in divided - mergeable)
-        fixed = sorted(n for n, part in self.parts.items() if isinstance(part, StatefulPart) and part.of_one_rank)
+        states = {name: part for name, part in self.parts.items() if isinstance(part, StatefulPart)}
+        resharded = tuple(f"{name}." for name, part in states.items() if part.reshards)
+        trees = {f"{TREE_PREFIX}{name}" for name in self.parts if name not in states or states[name].reshards}
+        divided -= {*trees, COUNTERS_KEY}
+        wrong = sorted(name.removeprefix(TREE_PREFIX) for name in divided if not name.startswith(resharded))
+        fixed = sorted(name for name, part in states.items() if part.of_one_rank and not part.reshards)
         if not wrong and not fixed:
             return
-        found = {*fixed, *wrong}
-        outer = [name for name in found if not name.startswith(tuple(f"{other}." for other in found))]
-        names = ", ".join(sorted(outer)[:NAMED_MAX])
+        why = [f"ranks hold different values of {_shortened(wrong)}"] if wrong else []
+        why += [f"{_shortened(fixed)} counts what each rank has read"] if fixed else []
         raise ResumeError(
-            f"{self.world_size} ranks cannot go on where {then} were: ranks hold different values of {names}; "
-            f"resume on {then} ranks, or use what all ranks hold alike (GlobalSampler for data, DTensor for weights)"
+            f"{self.world_size} ranks cannot go on where {then} were: {'; '.join(why)}; resume on {then} ranks, or use "
+            "what all ranks hold alike (GlobalSampler for data, DTensor for weights; `per_rank = False` if a position "
+            "is one of the whole job), or give the object a `reshard`"
         )
 
     def _left_out(self) -> list[dict[str, int]]:
@@ -462,8 +467,24 @@ def _check_parts(here: set[str], saved: set[str]) -> None:
     )
 
 
+def _of_each_rank(key: str, ranks: int, packed: Sequence[Any], blobs: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Return the skeletons that ranks saved under a key; a rank without that part has none."""
+    found = []
+    for keys in (variants.unpack(packed, rank) for rank in range(ranks)):
+        own = from_blob(blobs[keys.get(COUNTERS_KEY, COUNTERS_KEY)], name=COUNTERS_KEY)
+        if key.removeprefix(TREE_PREFIX) in own["parts"]:
+            found.append(with_keys(from_blob(blobs[keys.get(key, key)], name=key), keys))
+    return found
+
+
 def _is_private_blob(name: str) -> bool:
     return name.startswith("ranks.rank_") and (f".{TREE_PREFIX}" in name or name.endswith(f".{COUNTERS_KEY}"))
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first names of those that are no part of another one."""
+    outer = [name for name in names if not name.startswith(tuple(f"{other}." for other in names))]
+    return ", ".join(sorted(outer)[:NAMED_MAX])
 
 
 def _tensor(name: str, saved: Mapping[str, Any]) -> TensorStorageMetadata:

@@ -14,7 +14,8 @@ import enum
 import io
 import json
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -24,16 +25,13 @@ from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
 from stepkeeper_trainer.state.placement import placement_of, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.device_mesh import DeviceMesh
 
 
 PAD_BYTES = 4096  # and its doubles: a blob keeps its size while its content grows, so the save plan stays the same
-
-
-COUNT_PER_RANK = frozenset({"torchdata", "datasets"})  # packages
 
 
 Known = dict[Any, str]  # names of tensors, by where they lie in memory
@@ -320,26 +318,58 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Reshardable(Protocol):
+    """A `Stateful` that another number of ranks can go on with, though each rank holds a state of its own."""
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `load_state_dict` of this rank is given.
+
+        Args:
+            states: of the ranks that have saved, in their order: what `state_dict` returned there.
+            rank: of this process, now.
+            world_size: number of ranks now.
+        """
+        ...
+
+
 class StatefulPart:
     """Saved and loaded by its own two methods."""
 
-    def __init__(self, name: str, value: Stateful, meshes: Callable[[], Iterable[DeviceMesh]] = tuple) -> None:
+    def __init__(
+        self,
+        name: str,
+        value: Stateful,
+        meshes: Callable[[], Iterable[DeviceMesh]] = tuple,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         """Take an object; `name` begins the names of its tensors, and `meshes` gives those of the script."""
         self.name, self.value = name, value
         self._meshes = meshes
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def reshards(self) -> bool:
+        """Whether it makes the state of each rank from those of another number of ranks."""
+        return isinstance(self.value, Reshardable)
 
     @property
     def of_one_rank(self) -> bool:
         """Whether its state has a meaning on as many ranks only, also where it is equal on all of them.
 
-        A loader of torchdata, and a streaming data set of Hugging Face, count what their own rank has read: on more
-        ranks that count is another place in the data.
+        What yields data counts what its own rank has read: on more ranks the same count is another place in the data.
+        `per_rank` says so of anything else, and `per_rank = False` that a position is one of the whole job.
         """
-        return bool(getattr(self.value, "per_rank", False)) or self._of_a_loader
+        said = getattr(self.value, "per_rank", None)
+        return self._yields_data if said is None else bool(said)
 
     @property
-    def _of_a_loader(self) -> bool:
-        return any(kind.__module__.partition(".")[0] in COUNT_PER_RANK for kind in type(self.value).__mro__)
+    def _yields_data(self) -> bool:
+        """Whether it is iterated over, as loaders, samplers, data sets and iterators are, and as a dict is not."""
+        yields = isinstance(self.value, Iterable) or hasattr(self.value, "__next__")
+        return yields and not isinstance(self.value, Container)
 
     def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Put its tensors into `tensors`, and return the rest as JSON.
@@ -357,7 +387,7 @@ class StatefulPart:
         check_types(skeleton)
         places = tensor_places(skeleton)
         here: dict[str, torch.Tensor] = {}
-        if places and not self._of_a_loader:
+        if places and not self._yields_data:
             split(self.value.state_dict(), self.name, here)
         return {
             name: target_of(name, place, saved[name], like=here.get(name), meshes=self._meshes())
@@ -365,8 +395,55 @@ class StatefulPart:
         }
 
     def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what was saved."""
-        self.value.load_state_dict(join(skeleton, tensors))
+        """Take back what was saved.
+
+        Raises:
+            ResumeError: the object refuses it.
+        """
+        method = "load_state_dict"
+        try:
+            if isinstance(self.value, Reshardable) and isinstance(skeleton, dict) and EACH_RANK in skeleton:
+                method = "reshard"
+                states = join(skeleton[EACH_RANK], tensors)
+                state = self.value.reshard(states, self._rank, self._world_size)
+                method = "load_state_dict"
+            else:
+                state = join(skeleton, tensors)
+            self.value.load_state_dict(state)
+        except ResumeError:
+            raise
+        except Exception as error:
+            raise ResumeError(
+                f"{self.name}: {type(self.value).__name__}.{method} of rank {self._rank} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+EACH_RANK = "$ranks"  # a key of a skeleton: those of the ranks that saved a part, in their order
+
+
+def with_keys(skeleton: Any, keys: Mapping[str, str]) -> Any:
+    """Return a skeleton whose tensors are named as they lie in storage.
+
+    Args:
+        skeleton: of one rank.
+        keys: of what this rank holds alone, by name; no tensor under such a key is sharded.
+
+    >>> with_keys([{"$tensor": "a"}, {"$tensor": "b"}], {"b": "ranks.rank_00001.b"})
+    [{'$tensor': 'a'}, {'$tensor': 'ranks.rank_00001.b'}]
+    """
+    match skeleton:
+        case {"$tensor": str(name)}:
+            own = {key: keys.get(skeleton[key], skeleton[key]) for key in ("$tensor", "same") if key in skeleton}
+            rest = {key: value for key, value in skeleton.items() if key != "sharded" or name not in keys}
+            return rest | own
+        case {"$ndarray": str(name)}:
+            return {"$ndarray": keys.get(name, name)}
+        case dict():
+            return {key: with_keys(item, keys) for key, item in skeleton.items()}
+        case list():
+            return [with_keys(item, keys) for item in skeleton]
+    return skeleton
 
 
 def tensor_places(skeleton: Any) -> dict[str, dict[str, Any]]:

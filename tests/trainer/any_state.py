@@ -595,7 +595,43 @@ class _ShardsOfOne(_Shards):
         return super().reshard(states, rank, world_size)
 
 
+def _on_mesh(degree: int) -> Callable[[int, int], Scene]:
+    """Ranks that read the same data are neighbours; each data-parallel rank reads at a pace of its own."""
+
+    def make(rank: int, world_size: int) -> Scene:
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+
+        from stepkeeper_trainer import MeshLoader  # noqa: PLC0415
+
+        mesh = init_device_mesh("cpu", (degree, world_size // degree), mesh_dim_names=("dp", "tp"))
+        made = _reader(_Counting)(rank, world_size)
+        reader = made.state["reader"]
+        loader = MeshLoader(reader, mesh["dp"])
+        fit = made.step
+
+        def step() -> float:
+            reader.count += loader.rank
+            return fit()
+
+        return dataclasses.replace(made, state={**made.state, "reader": _Printed(loader)}, step=step)
+
+    return make
+
+
+class _Printed:
+    """Prints what it loads."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.state_dict, self.reshard = loader, loader.state_dict, loader.reshard
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        print(f"data rank {self.loader.rank} goes on at {self.loader.loader.count}")
+
+
 SCENES |= {
+    "two_data_ranks": _on_mesh(2),
+    "one_data_rank": _on_mesh(1),
     "reader_that_counts": _reader(_Counting),
     "reader_that_counts_for_all": _reader(_CountingForAll),
     "reader_that_reshards": _reader(_Shards),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepkeeper_trainer.errors import UsageError
+from stepkeeper_trainer.sampler import GlobalSampler, data_rank
 from tests.trainer.any_state import Play, Played, play
 
 STEPS, STOP = 8, 6
@@ -30,7 +34,7 @@ def test_an_object_makes_the_state_of_each_rank_from_those_of_others(tmp_path: P
     second = resumed("reader_that_reshards", tmp_path, then=then, ranks=ranks)
 
     assert set(second.codes) == {0}, second.said
-    read = {shard: 0 for shard in range(12)}
+    read = dict.fromkeys(range(12), 0)
     for rank in range(then):
         own = list(range(rank, 12, then))
         for at in range(STOP):
@@ -68,3 +72,55 @@ def test_a_position_of_the_whole_job_says_so_and_goes_on_with_any_number_of_rank
     second = resumed("reader_that_counts_for_all", tmp_path, then=2, ranks=3)
 
     assert set(second.codes) == {0}, second.said
+
+
+@pytest.mark.parametrize(("then", "ranks"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.campaign)])
+def test_as_many_data_parallel_ranks_go_on_with_another_tensor_parallelism(
+    tmp_path: Path, then: int, ranks: int
+) -> None:
+    second = resumed("two_data_ranks", tmp_path, then=then, ranks=ranks)
+
+    assert set(second.codes) == {0}, second.said
+    for rank in range(ranks):
+        own = rank // (ranks // 2)
+        assert f"[{rank}] data rank {own} goes on at {STOP * (1 + own)}\n" in second.said + "\n", second.said
+
+
+def test_other_data_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    [first] = play([Play(scene="two_data_ranks", run_dir=str(tmp_path), steps=STOP, world_size=2)])
+    [second] = play([Play(scene="one_data_rank", run_dir=str(tmp_path), steps=STEPS, world_size=1, resume=True)])
+
+    assert first.codes == [0, 0], first.said
+    assert second.codes == [66], second.said
+    assert "1 of them (rank 0 of 1) cannot go on where 2 were; resume with 2, or use a GlobalSampler" in second.said
+
+
+class Mesh:
+    """What the sampler asks a DeviceMesh."""
+
+    def __init__(self, coordinate: list[int] | None, shape: tuple[int, ...]) -> None:
+        self._coordinate, self.shape = coordinate, shape
+
+    def get_coordinate(self) -> list[int] | None:
+        return self._coordinate
+
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def test_a_mesh_of_several_dimensions_counts_its_ranks_in_a_row() -> None:
+    places = [data_rank(Mesh([a, b], (2, 3))) for a in range(2) for b in range(3)]  # type: ignore[arg-type]
+
+    assert places == [(rank, 6) for rank in range(6)]
+    with pytest.raises(UsageError, match="not in"):
+        data_rank(Mesh(None, (2,)))  # type: ignore[arg-type]
+
+
+def test_the_mesh_says_what_each_rank_reads() -> None:
+    def read(**given: Any) -> list[int]:
+        return next(iter(GlobalSampler(40, seed=1).batches(batch=8, micro_batch=4, **given)))
+
+    assert read(mesh=Mesh([1], (2,))) == read(rank=1, world_size=2) != read(rank=0, world_size=2)
+    for wrong in ({}, {"rank": 1}, {"rank": 0, "world_size": 2, "mesh": Mesh([1], (2,))}):
+        with pytest.raises(UsageError, match="give rank= and world_size=, or mesh="):
+            read(**wrong)

@@ -28,6 +28,7 @@ except ImportError:  # a source tree that nobody has installed
 __all__ = [
     "CheckpointManager",
     "GlobalSampler",
+    "MeshLoader",
     "MlflowTracker",
     "StepkeeperError",
     "StepkeeperReader",
@@ -40,6 +41,7 @@ __all__ = [
 
 _HOME = {
     "GlobalSampler": "stepkeeper_trainer.sampler",
+    "MeshLoader": "stepkeeper_trainer.sampler",
     "CheckpointManager": "stepkeeper_trainer.api",
     "StepkeeperError": "stepkeeper_trainer.errors",
     "MlflowTracker": "stepkeeper_trainer.observe.trackers",

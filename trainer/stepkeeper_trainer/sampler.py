@@ -12,6 +12,9 @@ checkpoint.  So reading ahead moves a copy of the sampler; its own position move
 Data is left out where a loss went wrong on it: training went back, and the run does not take it again.  The supervisor
 says which steps' data; the sampler moves on past it right before the first of them, on all ranks alike, and keeps that
 in its state, so that a resume from behind does not leave out twice.
+
+With tensor, context or pipeline parallelism several ranks read the same data.  A mesh says which: its ranks are the
+data-parallel ones.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from stepkeeper_trainer.log import say, warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from stepkeeper_trainer.formats.lineage import LeftOut
+    from stepkeeper_trainer.state.tree import Stateful
 
 
 @runtime_checkable
@@ -143,6 +149,65 @@ class MicroBatches:
             skipping.at(ahead.steps_done)
 
 
+def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the data-parallel rank of this process, and their number.
+
+    Args:
+        mesh: with the dimensions along which ranks read different data, and no others: `mesh["dp"]`, or
+            `mesh["dp_replicate", "dp_shard"]`.
+
+    Raises:
+        UsageError: this process is not in the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UsageError(f"this process is not in {mesh}: give each rank the mesh that it is in")
+    rank = 0
+    for at, size in zip(coordinate, mesh.shape, strict=True):
+        rank = rank * size + at
+    return rank, mesh.size()
+
+
+class MeshLoader:
+    """A part of the state: a loader with a position of each data-parallel rank, where several ranks read the same data.
+
+    As many data-parallel ranks can go on with it, on any number of ranks: tensor and pipeline parallelism may change.
+    """
+
+    def __init__(self, loader: Stateful, mesh: DeviceMesh) -> None:
+        """Take a loader with `state_dict` and `load_state_dict`, and the mesh of `data_rank`.
+
+        Raises:
+            UsageError: this process is not in the mesh.
+        """
+        self.loader = loader
+        self.rank, self.degree = data_rank(mesh)
+
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state, and whose it is."""
+        return {"data_rank": self.rank, "degree": self.degree, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the loader take back its state."""
+        self.loader.load_state_dict(state["loader"])
+
+    def reshard(self, states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the state of the first rank that read the same data.
+
+        Raises:
+            ResumeError: there were more or fewer data-parallel ranks.
+        """
+        degree = states[0]["degree"]
+        if degree != self.degree:
+            raise ResumeError(
+                f"the loader has a position of each data-parallel rank: {self.degree} of them (rank {rank} of "
+                f"{world_size}) cannot go on where {degree} were; resume with {degree}, or use a GlobalSampler"
+            )
+        return next(state for state in states if state["data_rank"] == self.rank)
+
+
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 SKIPPED_MAX = 64  # windows that are remembered, the newest
@@ -211,7 +276,15 @@ class GlobalSampler:
         start = self.consumed + index * size
         return [self._sample(start + offset) for offset in range(size)]
 
-    def batches(self, *, batch: int, micro_batch: int, rank: int, world_size: int) -> MicroBatches:
+    def batches(
+        self,
+        *,
+        batch: int,
+        micro_batch: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> MicroBatches:
         """Return what this rank takes from here on, step after step: a `batch_sampler` for a DataLoader with workers.
 
         Make the loader's iterator after `manager.resume()`, then call `manager.restore_random_state()`.  `advance` is
@@ -220,12 +293,17 @@ class GlobalSampler:
         Args:
             batch: samples of one optimizer step, of all ranks together.
             micro_batch: samples of one of the lists.
-            rank: of this process.
-            world_size: of the job.
+            rank: of this process among those that read different data.
+            world_size: number of ranks that read different data.
+            mesh: instead of both, where several ranks read the same data: the data-parallel dimensions, `mesh["dp"]`.
 
         Raises:
-            UsageError: the ranks cannot share the batch evenly.
+            UsageError: the ranks cannot share the batch evenly, or are given twice or not at all.
         """
+        if mesh is not None and rank is None and world_size is None:
+            rank, world_size = data_rank(mesh)
+        elif mesh is not None or rank is None or world_size is None:
+            raise UsageError("batches(): give rank= and world_size=, or mesh=")
         return MicroBatches(self, batch=batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
 
     def expect(self, windows: tuple[LeftOut, ...], done: int) -> None:

@@ -109,6 +109,7 @@ case "$*" in
 esac
 """
 SECOND = "second-look"
+PACKAGES = "test-state-packages"
 OLDEST = "test-torch-oldest TORCH_OLDEST_WITHIN_S=30"
 
 
@@ -137,8 +138,8 @@ def test_a_run_plays_its_parts_and_looks_twice_at_what_failed_only(
     [
         (5, "", ["campaign-and-newest PART=6/6", OLDEST]),
         (12, "", ["campaign-and-newest PART=6/6"]),
-        (6, "", ["test-frameworks"]),
-        (6, "test-frameworks", ["test-frameworks", SECOND]),
+        (6, "", ["test-frameworks", PACKAGES]),
+        (6, "test-frameworks", ["test-frameworks", SECOND, PACKAGES]),
         (7, "", ["campaign-and-newest PART=1/6"]),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import inspect
 import io
 import json
 from collections import Counter, OrderedDict
@@ -352,8 +353,17 @@ class StatefulPart:
 
     @property
     def reshards(self) -> bool:
-        """Whether it makes the state of each rank from those of another number of ranks."""
-        return isinstance(self.value, Reshardable)
+        """Whether it makes the state of each rank from those of another number of ranks.
+
+        A streaming data set of Hugging Face has a method `reshard()` without arguments, which is another thing.
+        """
+        if not isinstance(self.value, Reshardable):
+            return False
+        try:
+            inspect.signature(self.value.reshard).bind([], self._rank, self._world_size)
+        except (TypeError, ValueError):
+            return False
+        return True
 
     @property
     def of_one_rank(self) -> bool:

@@ -183,8 +183,6 @@ class MeshLoader:
         self.loader = loader
         self.rank, self.degree = data_rank(mesh)
 
-    per_rank = True
-
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, and whose it is."""
         return {"data_rank": self.rank, "degree": self.degree, "loader": self.loader.state_dict()}

@@ -359,8 +359,7 @@ class TrainingState:
             return counters
         if counters["world_size"] == self.world_size:
             packed = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)["divided"]
-            key = variants.unpack(packed, self.rank).get(COUNTERS_KEY, COUNTERS_KEY)
-            own: dict[str, Any] = from_blob(blobs[key], name=key)
+            own: dict[str, Any] = _read_own(COUNTERS_KEY, variants.unpack(packed, self.rank), blobs)
             return own
         parts = [part for name, blob in others.items() for part in from_blob(blob, name=name)["parts"]]
         return counters | {"parts": list(dict.fromkeys([*counters["parts"], *parts]))}
@@ -392,7 +391,7 @@ class TrainingState:
             if self.rank == 0:
                 self.packed, self.drifted = packed, [renaming.key(name) for name in several["drifted"]]
             for name, key in here.items():
-                self._saved[name] = from_blob(blobs[keys.get(key, key)], name=key)
+                self._saved[name] = _read_own(key, keys, blobs)
             return keys | {renaming.key(name): key for name, key in keys.items()}
         divided = variants.names_of(packed) - set(several["drifted"])
         self._check_other_world(then, frozenset(map(renaming.key, divided)))
@@ -413,15 +412,16 @@ class TrainingState:
     def _check_other_world(self, then: int, divided: frozenset[str]) -> None:
         """Refuse what only as many ranks as then can take; of replicas that drifted, the lowest rank's copy counts."""
         states = {name: part for name, part in self.parts.items() if isinstance(part, StatefulPart)}
-        resharded = tuple(f"{name}." for name, part in states.items() if part.reshards)
-        trees = {f"{TREE_PREFIX}{name}" for name in self.parts if name not in states or states[name].reshards}
-        divided -= {*trees, COUNTERS_KEY}
-        wrong = sorted(name.removeprefix(TREE_PREFIX) for name in divided if not name.startswith(resharded))
-        fixed = sorted(name for name, part in states.items() if part.of_one_rank and not part.reshards)
-        if not wrong and not fixed:
+        resharded = {name for name, part in states.items() if part.reshards}
+        fixed = {name: part for name, part in states.items() if name not in resharded}
+        mergeable = {f"{TREE_PREFIX}{name}" for name in self.parts if name not in fixed} | {COUNTERS_KEY}
+        found = (name for name in divided - mergeable if name.partition(".")[0] not in resharded)
+        wrong = sorted(name.removeprefix(TREE_PREFIX) for name in found)
+        counted = sorted(name for name, part in fixed.items() if part.of_one_rank)
+        if not wrong and not counted:
             return
         why = [f"ranks hold different values of {_shortened(wrong)}"] if wrong else []
-        why += [f"{_shortened(fixed)} counts what each rank has read"] if fixed else []
+        why += [f"{_shortened(counted)} counts what each rank has read"] if counted else []
         raise ResumeError(
             f"{self.world_size} ranks cannot go on where {then} were: {'; '.join(why)}; resume on {then} ranks, or use "
             "what all ranks hold alike (GlobalSampler for data, DTensor for weights; `per_rank = False` if a position "
@@ -469,12 +469,17 @@ def _check_parts(here: set[str], saved: set[str]) -> None:
 
 def _of_each_rank(key: str, ranks: int, packed: Sequence[Any], blobs: Mapping[str, torch.Tensor]) -> list[Any]:
     """Return the skeletons that ranks saved under a key; a rank without that part has none."""
-    found = []
-    for keys in (variants.unpack(packed, rank) for rank in range(ranks)):
-        own = from_blob(blobs[keys.get(COUNTERS_KEY, COUNTERS_KEY)], name=COUNTERS_KEY)
-        if key.removeprefix(TREE_PREFIX) in own["parts"]:
-            found.append(with_keys(from_blob(blobs[keys.get(key, key)], name=key), keys))
-    return found
+    return [
+        with_keys(_read_own(key, keys, blobs), keys)
+        for keys in (variants.unpack(packed, rank) for rank in range(ranks))
+        if key.removeprefix(TREE_PREFIX) in _read_own(COUNTERS_KEY, keys, blobs)["parts"]
+    ]
+
+
+def _read_own(name: str, keys: variants.Private, blobs: Mapping[str, torch.Tensor]) -> Any:
+    """Return the JSON that a rank saved under a name, with `keys` of its private names."""
+    key = keys.get(name, name)
+    return from_blob(blobs[key], name=key)
 
 
 def _is_private_blob(name: str) -> bool:

@@ -410,19 +410,20 @@ class StatefulPart:
         Raises:
             ResumeError: the object refuses it.
         """
-        method = "load_state_dict"
+        if isinstance(skeleton, dict) and EACH_RANK in skeleton:
+            states = join(skeleton[EACH_RANK], tensors)
+            state = self._call("reshard", states, self._rank, self._world_size)
+        else:
+            state = join(skeleton, tensors)
+        self._call("load_state_dict", state)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the script's object; an error of it is named with the part, for all ranks."""
         try:
-            if isinstance(self.value, Reshardable) and isinstance(skeleton, dict) and EACH_RANK in skeleton:
-                method = "reshard"
-                states = join(skeleton[EACH_RANK], tensors)
-                state = self.value.reshard(states, self._rank, self._world_size)
-                method = "load_state_dict"
-            else:
-                state = join(skeleton, tensors)
-            self.value.load_state_dict(state)
+            return getattr(self.value, method)(*arguments)
         except ResumeError:
             raise
-        except Exception as error:
+        except Exception as error:  # the script's code may raise anything
             raise ResumeError(
                 f"{self.name}: {type(self.value).__name__}.{method} of rank {self._rank} raised "
                 f"{type(error).__name__}: {error}"

@@ -23,6 +23,7 @@ class World:
 
     unseen_s = 0.0  # how long a launch without the trainer library runs; 0: it has it, and fails at once
     places = ("",)  # the failures, in turn
+    nodes_wanted = 2  # of three
 
     def __init__(self, cause: Cause, *, step: int | None, checkpoint: int | None, policy: Policy = POLICY) -> None:
         self.cause, self.step, self.checkpoint, self.policy = cause, step, checkpoint, policy
@@ -46,7 +47,7 @@ class World:
         before, self.state, self.code = self.state.budgets, State(), None
         start = on.AttemptStarted(
             at=self.at, job_id=7, restart_count=0, attempt=self.attempts, nodes=("a", "b", "c"), batch_node="a",
-            kill_wait_s=30.0, nodes_wanted=2, failures=before.failures, tried=before.tried, best_step=before.best_step,
+            kill_wait_s=30.0, nodes_wanted=self.nodes_wanted, failures=before.failures, tried=before.tried, best_step=before.best_step,
             node_losses=before.node_losses,
         )  # fmt: skip
         self.attempts += 1
@@ -185,6 +186,17 @@ def test_each_cause_has_its_number_of_launches(cause: Cause, launches: int):
     world = World(cause, step=None, checkpoint=None).play()
 
     assert world.count(do.StartLaunch) == launches
+
+
+@pytest.mark.parametrize("cause", [Cause.HOST_MEMORY, Cause.SEGFAULT])
+def test_where_no_node_can_be_left_the_launch_is_tried_as_often(cause: Cause):
+    """Ranks that were killed twice before the first checkpoint are no proof that the third launch would end so."""
+    world = World(cause, step=None, checkpoint=None)
+    world.nodes_wanted = 3
+
+    world.play()
+
+    assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, POLICY.failures_max)
 
 
 def test_at_the_same_step_twice_it_goes_one_checkpoint_back_and_then_stops():

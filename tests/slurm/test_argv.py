@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper import wrapper
+from stepkeeper import __version__, wrapper
 from stepkeeper.frameworks.following import Following
 from stepkeeper.slurm.cmd import resume_argument, with_resume
 from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
@@ -140,6 +140,7 @@ def test_what_the_ranks_find_in_their_environment():
         "HOME": "/h",
         "PYTHONPATH": "/mine",
         "STEPKEEPER_SOCKET": "@stepkeeper-7-%N",
+        "STEPKEEPER_RELEASE": __version__,
         "STEPKEEPER_RUN_DIR": "/run",
         "STEPKEEPER_RUN_ID": "r1",
         "STEPKEEPER_ATTEMPT": "2",

@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -159,6 +161,29 @@ def test_stock_torch_reads_the_directory(tmp_path: Path) -> None:
     for name, value in loop.model.state_dict().items():
         assert torch.equal(model[name], value), name
     assert torch.equal(moment, loop.optimizer.state[loop.model[0].weight]["exp_avg"])
+
+
+def test_a_supervisor_of_0_1_0_finds_every_byte_of_a_step_right(tmp_path: Path, monkeypatch) -> None:
+    """It would call values damaged that share bytes, and start the training from the beginning."""
+    monkeypatch.setenv("STEPKEEPER_SOCKET", "@nobody-listens")
+    save_at(tmp_path / "under-0.1.0", 3)
+    monkeypatch.setenv("STEPKEEPER_RELEASE", "1.0.0")
+    save_at(tmp_path / "under-this-one", 3)
+
+    assert _what_0_1_0_finds_wrong(tmp_path / "under-0.1.0/checkpoints/step_00000003") == "()"
+    assert "share bytes" in _what_0_1_0_finds_wrong(tmp_path / "under-this-one/checkpoints/step_00000003")
+
+
+def _what_0_1_0_finds_wrong(step: Path) -> str:
+    [wheel] = (Path(__file__).parents[1] / "fixtures/releases").glob("stepkeeper-0.1.0-*.whl")
+    act = (
+        f"import sys; sys.path.insert(0, {str(wheel)!r})\n"
+        "from pathlib import Path\n"
+        "from stepkeeper_trainer.formats.verify import verify\n"
+        f"print(verify(Path({str(step)!r})).problems)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", act], capture_output=True, text=True, timeout=60, check=True)
+    return found.stdout.strip()
 
 
 def test_a_step_directory_holds_tensors_and_plain_data_and_what_its_manifest_says(tmp_path: Path) -> None:

@@ -425,6 +425,7 @@ class CheckpointManager:
             uploader=self._tiering.uploader if self._tiering is not None else None,
             read_back=self._read_back,
             overlap_copies=self._overlap_copies,
+            dcp_values=self._environment.reads_values,
         )
         self._saver.know_private(self._state.private)
         self._boundary = Boundary(

@@ -38,8 +38,14 @@ class Environment:
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
     load_memory_gib: float | None = None  # the same
+    supervisor_version: str = ""  # its release; 0.1.0 does not say
     skip_data: tuple[LeftOut, ...] = ()
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the reader of step directories knows values that share bytes; a supervisor of 0.1.0 does not."""
+        return self.socket is None or bool(self.supervisor_version)
 
     @property
     def launch_name(self) -> str:
@@ -83,6 +89,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
         load_memory_gib=read_number(environ, "STEPKEEPER_LOAD_MEMORY_GIB"),
+        supervisor_version=environ.get("STEPKEEPER_RELEASE", ""),
         skip_data=_windows(environ.get("STEPKEEPER_SKIP_DATA", "")),
         reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),
     )

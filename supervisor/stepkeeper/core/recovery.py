@@ -152,12 +152,17 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[int, Try]:
-    """Return the word of the row that this failure leads to, and its place there, without what cannot be done."""
+    """Return the word of the row that this failure leads to, and its place there.
+
+    A node that cannot be left leads to the next word; where that is the end, to a relaunch: the row's tries stay.
+    """
     can_leave = node in state.nodes.usable and bool(places(without_nodes(state, (node,))))
-    for index in range(min(count, len(row) - 1), len(row)):
-        if row[index].rung is not Rung.LEAVE or can_leave:
-            return index, row[index]
-    return len(row) - 1, Try(Rung.RELAUNCH)
+    index = min(count, len(row) - 1)
+    while row[index].rung is Rung.LEAVE and not can_leave:
+        if index + 1 == len(row) or row[index + 1].rung is Rung.STOP:
+            return index, Try(Rung.RELAUNCH)
+        index += 1
+    return index, row[index]
 
 
 def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Decision:

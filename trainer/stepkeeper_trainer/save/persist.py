@@ -163,7 +163,9 @@ class Persister:
         before_commit: Callable[[float], object],
         on_committed: Callable[[Save], object] = lambda _save: None,
         uploader: Uploader | None = None,
+        dcp_values: bool = True,
     ) -> None:
+        """Prepare; `dcp_values`: numbers and text of the state are written for stock DCP too."""
         self._rank = rank
         self._staging = staging
         self._planner = planner
@@ -178,7 +180,7 @@ class Persister:
             on_committed=on_committed,
             uploader=uploader,
         )
-        self._values = Encoder()
+        self._values = Encoder() if dcp_values else None
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
 
     @property
@@ -241,7 +243,7 @@ class Persister:
         upload = self._upload(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):
-                values = self._values.encode(skeletons(tensors))
+                values = self._values.encode(skeletons(tensors)) if self._values is not None else None
                 self._completer.complete(save, share, given_up, upload, values=values)
         if self._uploader is not None:
             self._uploader.written(upload, seconds)

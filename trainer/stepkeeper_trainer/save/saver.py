@@ -67,6 +67,7 @@ class Saver:
         uploader: Uploader | None = None,
         read_back: bool = False,
         overlap_copies: bool = False,
+        dcp_values: bool = True,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
         self._commits = commits
@@ -96,6 +97,7 @@ class Saver:
             before_commit=before_commit,
             on_committed=self._heard_commit,
             uploader=uploader,
+            dcp_values=dcp_values,
         )
         self._uploader = uploader
         self._begun: dict[int, Save] = {}  # by sequence number: commits are heard of later

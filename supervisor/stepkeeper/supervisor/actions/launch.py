@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper import wrapper
+from stepkeeper import __version__, wrapper
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import PatientStream
@@ -145,6 +145,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         **(scrub_geometry(environment) if job.wrapped else own_line(environment, job.command)),
         **_rendezvous(job, meeting, environment),
         "STEPKEEPER_SOCKET": job.socket,
+        "STEPKEEPER_RELEASE": __version__,
         "STEPKEEPER_RUN_DIR": str(job.run_directory),
         "STEPKEEPER_RUN_ID": job.run_id,
         "STEPKEEPER_ATTEMPT": str(job.attempt),

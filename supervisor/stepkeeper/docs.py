@@ -242,7 +242,8 @@ policy.failures_max = 3
 
 _NO_SETTINGS = """
 `STEPKEEPER_SOCKET`, `STEPKEEPER_RUN_ID`, `STEPKEEPER_ATTEMPT`, `STEPKEEPER_LAUNCH`, `STEPKEEPER_RESUME_FROM`,
-`STEPKEEPER_RESUME_NEWEST`, `STEPKEEPER_RELEASE` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper passes to the ranks; they set nothing.
+`STEPKEEPER_RESUME_NEWEST`, `STEPKEEPER_RELEASE` and `STEPKEEPER_TASKS_PER_NODE` are what Stepkeeper passes to the
+ranks; they set nothing.
 
 Other limits are constants, each with its reason in `core/policy.py`.  A key of 0.1 that became a constant, or that
 another key replaces, is an error which says so.

@@ -47,8 +47,8 @@ class World:
         before, self.state, self.code = self.state.budgets, State(), None
         start = on.AttemptStarted(
             at=self.at, job_id=7, restart_count=0, attempt=self.attempts, nodes=("a", "b", "c"), batch_node="a",
-            kill_wait_s=30.0, nodes_wanted=self.nodes_wanted, failures=before.failures, tried=before.tried, best_step=before.best_step,
-            node_losses=before.node_losses,
+            kill_wait_s=30.0, nodes_wanted=self.nodes_wanted, failures=before.failures, tried=before.tried,
+            best_step=before.best_step, node_losses=before.node_losses,
         )  # fmt: skip
         self.attempts += 1
         due: list[on.Event] = [start]

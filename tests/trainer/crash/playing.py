@@ -204,7 +204,11 @@ class _Play:
             output = os.open(self._scratch / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            os.environ |= {"STEPKEEPER_SOCKET": self._address, "STEPKEEPER_RELEASE": "x", "MASTER_PORT": str(self._port)}
+            os.environ |= {
+                "STEPKEEPER_SOCKET": self._address,
+                "STEPKEEPER_RELEASE": "x",
+                "MASTER_PORT": str(self._port),
+            }
             gate = Gate(said, heard)
             gate.install()
             gate.wait("main")

@@ -207,6 +207,8 @@ def leaves(value: Any, *, whole: bool = False) -> Iterator[bytes]:  # noqa: C901
         names, context = value.__tensor_flatten__()
         yield f"{type(value).__name__} {context}".encode()
         yield from leaves([getattr(value, name) for name in names])
+    elif isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        yield from leaves(value.to_dense(), whole=whole)
     elif isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {value.device}".encode()
         yield value.detach().resolve_conj().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -50,7 +50,7 @@ def schedules_and_a_scaler(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         schedule.step()
         cycle.step()
         plateau.step(1.0)
-        return float(loss)
+        return float(loss.detach())
 
     state = {"model": model, "optimizer": optimizer, "other": other, "scaler": scaler, "data": data}
     return Scene(state=state | {"schedule": schedule, "cycle": cycle, "plateau": plateau}, step=step)
@@ -87,24 +87,24 @@ def a_stateful_loader_of_each_rank(rank: int, world_size: int) -> Scene:
     shuffled = torch.Generator().manual_seed(rank)
     loader = Own(list(rows[rank::world_size]), batch_size=2, shuffle=True, generator=shuffled)
     read: list[Iterator[torch.Tensor]] = []
-    seen: list[float] = []
+    seen = Box([])
 
     def step() -> float:
         if not read:
             read.append(iter(loader))
         batch = next(read[0])
-        seen[:] = batch[:, 0].tolist()
+        seen.value = batch[:, 0].tolist()
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     # what the loader says of itself is of its process: what it reads is what counts
-    state = {"model": model, "optimizer": optimizer, "loader": loader}
-    return Scene(state=state, step=step, more=lambda: seen, counts_anew=frozenset({"loader"}))
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "seen": seen}
+    return Scene(state=state, step=step, counts_anew=frozenset({"loader"}))
 
 
 @common
@@ -134,7 +134,7 @@ def muon_and_sparse_adam(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         loss.backward()
         for each in optimizers.values():
             each.step()
-        return float(loss)
+        return float(loss.detach())
 
     return Scene(state={"model": model, **optimizers, "words": _OfGenerator(words)}, step=step)
 

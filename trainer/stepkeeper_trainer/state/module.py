@@ -308,7 +308,7 @@ class ModulePart:
             raise ResumeError(f"{self.name} refuses the checkpoint's state: missing or too many: {wrong[:NAMED_MAX]}")
 
     def _left_out(self, here: Mapping[str, Any]) -> set[str]:
-        """Return what a hook leaves out of the module's state, frozen weights as a rule; nothing where all are in it."""
+        """Return what a hook leaves out of the module's state, frozen weights as a rule; or nothing."""
         known = set(map(plain_name, here))
         parameters = {plain_name(name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
         if parameters <= known:

@@ -21,7 +21,7 @@ MOMENT_S = 120.0
 def starting(training: Training) -> None:
     """Watchers answer, ranks are being started; none has said a word yet.
 
-    Before the first watcher answers (0.3 s) nobody can stand in for a lost supervisor: see ARCHITECTURE.md.
+    Before the first watcher answers (0.3 s) nobody can stand in for a lost supervisor: see docs/limitations.md.
     """
     training.until(lambda: any(record.phase is Phase.TRAINING for record in training.records()), "the launch")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper import docs
 from stepkeeper.config import resolve
 from stepkeeper.config.settings import SETTINGS, RunSettings, Setting, build
 from stepkeeper.config.values import REMOVED, checked, from_text, known, shown
 from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.errors import StepkeeperError
+from tests.pages import configuration
 
 ROOT = Path(__file__).parents[2]
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -125,8 +125,8 @@ def test_a_whole_number_will_do_for_a_number() -> None:
 
 
 def test_the_page_has_every_setting_once() -> None:
-    assert sorted(key for keys in docs.TOPICS.values() for key in keys) == sorted(SETTINGS)
-    assert len(next(iter(docs.TOPICS.values()))) == 10
+    assert sorted(key for keys in configuration.TOPICS.values() for key in keys) == sorted(SETTINGS)
+    assert len(next(iter(configuration.TOPICS.values()))) == 10
 
 
 def test_names_are_unique() -> None:

@@ -1,19 +1,15 @@
-"""`python -m stepkeeper.diagnosis.page docs/verdicts.md`: write the page that is made from the rules."""
+"""`docs/verdicts.md`: causes and rules, from the rules of the diagnosis."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.diagnosis import planes, rules
 from stepkeeper.diagnosis.causes import Cause, Role
 from stepkeeper.diagnosis.classify import LIKELY
 from stepkeeper.diagnosis.log_lines import LINE_CHARACTERS_MAX
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
+from tests.pages.tables import MADE
 
-MADE = "<!-- Made by `python -m stepkeeper.diagnosis.page docs/verdicts.md` from the rules.  Change them there. -->"
 LEAD = f"""
 `stepkeeper explain RUN` shows why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
 `stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
@@ -104,8 +100,9 @@ gives stacks only.
 
 LADDER = """
 Failures in the same way (the same cause at the same place) go along a row, `policy.on_CAUSE` in the configuration,
-until a step is verified beyond the one at which they happened; what cannot be done is passed over, and the last action
-holds for all that follow.  Causes without a row go by that of `unknown`.  Besides:
+until a step is verified beyond the one at which they happened.  A node that cannot be left leads to the next action,
+or, where that is `stop`, to a relaunch.  The last action holds for all that follow.  Causes without a row go by that of
+`unknown`.  Besides:
 
 - `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and
   storage are in no budget of the training, nor is what Slurm ended, whether it says so before or after the ranks' end.
@@ -120,17 +117,6 @@ holds for all that follow.  Causes without a row go by that of `unknown`.  Besid
 - Where the run ends, the exit code is 29 (or 20 for `failures_max`), the reason is in log and status, the code in the
   job's comment, and `notify_command` is run.
 """
-
-
-def main(argv: list[str]) -> int:
-    """Write the page."""
-    if len(argv) != 2:  # noqa: PLR2004 - the program and the file
-        sys.stderr.write(
-            "stepkeeper.diagnosis.page: name the file: python -m stepkeeper.diagnosis.page docs/verdicts.md\n"
-        )
-        return int(ExitCode.USAGE)
-    Path(argv[1]).write_text(page(), encoding="utf-8")
-    return int(ExitCode.FINISHED)
 
 
 def page() -> str:
@@ -182,7 +168,3 @@ def _role(role: Role) -> str:
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     lines = [header, tuple("---" for _ in header), *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -66,11 +66,10 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Ranks and nodes": (
         "tasks_per_node", "micro_batches", "resume_argument", "same_code", "warm_standby", "warm_standby_imports",
-        "policy.begin_within_s", "policy.grow_back", "policy.unfit_again_s", "policy.grow_idle_s",
-        "policy.excluded_max", "policy.exclude_lost_for_s",
+        "policy.begin_within_s", "policy.grow_back", "policy.grow_idle_s", "policy.exclude_lost_for_s",
     ),
     "Checkpoints": (
-        "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
+        "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
         "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
     ),
     "Notices, time limit, stop": (
@@ -86,10 +85,10 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "policy.slow_node",
     ),
     "Storage and Slurm": (
-        "free_gib_min", "group_readable", "policy.storage_wait_s", "slurm_client", "policy.slurm_away_for_s",
+        "free_gib_min", "group_readable", "slurm_client",
     ),
     "Log and metrics": (
-        "log_format", "progress_log_every_s", "metrics_textfile", "metrics_port", "metrics_address",
+        "log_format", "progress_log_every_s", "metrics_textfile", "metrics_port",
     ),
 }  # fmt: skip
 """Every key, in the order of the page."""

@@ -22,8 +22,8 @@ an alert can be made of it; the next attempt on that node replaces it. After a `
 `stepkeeper_updated_timestamp_seconds` says.
 node_exporter must be able to read it, and you must be able to write the directory.
 
-The port is open to its own node only, unless `metrics_address` says otherwise. It answers `GET /metrics`, to eight
-callers at a time.
+The port is open to its own node only, unless `metrics_port` names an address (`0.0.0.0:9400`). It answers
+`GET /metrics`, to eight callers at a time.
 
 [grafana-dashboard.json](grafana-dashboard.json) is a dashboard of these metrics,
 [prometheus-alerts.yml](prometheus-alerts.yml) a beginning of alerts. Every metric has the labels `run` (name of the run

@@ -99,7 +99,7 @@ gives stacks only.
 
 
 LADDER = """
-Failures in the same way (the same cause at the same place) go along a row, `policy.on_CAUSE` in the configuration,
+Failures in the same way (the same cause at the same place) go along the row of their cause (below),
 until a step is verified beyond the one at which they happened.  A node that cannot be left leads to the next action,
 or, where that is `stop`, to a relaunch.  The last action holds for all that follow.  Causes without a row go by that of
 `unknown`.  Besides:
@@ -130,7 +130,7 @@ def page() -> str:
     out += ["", "## Training that stands still", "", HANG.strip()]
     out += ["", "## What follows", "", LADDER.strip(), ""]
     rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
-    out += _table(("cause", "first, second, ... failure"), [(f"`{c.value}`", _row(c)) for c in rows])
+    out += _table(("cause", "first, second, ... failure", "setting"), [(f"`{c.value}`", *_row(c)) for c in rows])
     out += ["", "## Rules for logs and error files", "", "The first that matches a line or an exception decides.", ""]
     out += _table(
         ("rule", "cause", "role", "confidence", "plane", "says"),
@@ -156,9 +156,10 @@ def _meaning(meaning: rules.Meaning) -> tuple[str, str, str]:
     return meaning.happened, meaning.todo, "; ".join(f"`{command}`" for command in meaning.confirm)
 
 
-def _row(cause: Cause) -> str:
-    row: str = getattr(Policy(), f"on_{cause.value}")
-    return f"`{row}`"
+def _row(cause: Cause) -> tuple[str, str]:
+    name = f"on_{cause.value}"
+    row: str = getattr(Policy(), name)
+    return f"`{row}`", "none: a constant" if name in Limits.__struct_fields__ else f"`policy.{name}`"
 
 
 def _role(role: Role) -> str:

@@ -61,7 +61,7 @@ def test_a_node_that_is_fit_again_takes_part_after_the_next_checkpoint(
         lab,
         name="grows",
         step_seconds=4 * STEP_SECONDS,  # the pause between two looks grows with the time that the start takes
-        run_args=(*AT_A_CHECKPOINT, "--set=policy.unfit_again_s=10"),
+        run_args=(*AT_A_CHECKPOINT, "--set=policy.grow_idle_s=10"),
         sbatch_args=(f"--nodelist={good},{bad}",),
         env=env,
     ).submit()

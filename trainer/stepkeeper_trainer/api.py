@@ -103,7 +103,7 @@ class CheckpointManager:
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
-                a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
+                a rank if it is not given.
             overlap_copies: copy from a GPU beside training, which then waits less.  Only an optimizer's step waits for
                 the copies: call `wait_staged` before the state changes in another way.
             attach_signals: take SIGTERM and SIGUSR1 as notices; a handler of the script's own is still called.  If it
@@ -143,9 +143,7 @@ class CheckpointManager:
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back, self._overlap_copies = read_back, overlap_copies
-        self._load_limits = resuming.choose_limits(
-            self._environment.load_memory_gib, load_memory_gib, ranks=self._nodes.count(self._environment.node)
-        )
+        self._load_limits = resuming.choose_limits(load_memory_gib, ranks=self._nodes.count(self._environment.node))
         self._commits = run_lock.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         collectives.listen(self._environment, self.run_dir, self.rank)

@@ -181,7 +181,7 @@ def _refuse_misfits(values: dict[str, Resolved]) -> None:
 
 # The options of `stepkeeper run` that are settings.
 
-_REMOVED = {"max_nodes": "--max-nodes"}  # options of 0.1: refused with what replaces them
+_REMOVED = {"max_nodes": "--max-nodes", "load_memory_gib": "--load-memory-gib"}  # options of 0.1
 _DEST = "setting "  # and the key: no option of another kind can have such a name
 
 

@@ -205,18 +205,16 @@ def _is_training_step(reader: CheckedReader, directory: Path) -> bool:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
-def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
+def choose_limits(gib: float | None, *, ranks: int) -> Limits:
     """Return what loading may take on one of so many ranks of a node.
 
     Args:
-        environment: GiB of the node, as the run was given it; it counts first.
-        wanted: GiB of the node, as the script says.
+        gib: of the node, as the script says.
         ranks: on this node.
 
     Raises:
         UsageError: it is no size.
     """
-    gib = environment if environment is not None else wanted
     if gib is None:
         return Limits()
     if not 0 < gib < math.inf:

@@ -152,12 +152,12 @@ def test_names_are_unique() -> None:
     ):
         assert len(names) == len(set(names))
     variables = {setting.variable for setting in SETTINGS.values()}
-    assert not variables & (resolve.TOLD | resolve.MODULES)
+    assert not variables & (resolve.PASSED_ON | resolve.MODULES)
 
 
 def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
     """Whoever adds one must say which: else a run started inside a rank would refuse to start."""
-    known = {setting.variable for setting in SETTINGS.values()} | resolve.TOLD
+    known = {setting.variable for setting in SETTINGS.values()} | resolve.PASSED_ON
     found = {
         name
         for below in ("supervisor", "trainer")

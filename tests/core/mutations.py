@@ -335,7 +335,7 @@ MUTATIONS = (
     Mutation(
         "gates.relaunch",
         first,
-        "charged",
+        "counts",
         "each failure counts, also before the first word",
         "launch_never_begins",
         "failure",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepkeeper_trainer.coordinate import ending, groups
-from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
@@ -244,7 +244,7 @@ class CheckpointManager:
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
-        self._agreement.issue(self._wish())
+        self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
 
@@ -304,7 +304,7 @@ class CheckpointManager:
                 saver.prepare(self._state.collect())
         self._boundary.save_as_agreed(agreed)
         self._boundary.spoken()
-        self._agreement.issue(self._wish())
+        self._agreement.issue(self._proposal())
         self._leave_step()
         self._end_change()
         return self.finished
@@ -474,18 +474,18 @@ class CheckpointManager:
         if self._between is not None:
             self._between.end_change()
 
-    def _listen(self) -> Wish:
+    def _listen(self) -> Proposal:
         self._link.flush()
         self._requests.hear()
-        agreed = self._agreement.read(self._wish())
+        agreed = self._agreement.read(self._proposal())
         self._requests.agree(agreed)
         self._ready().hear(agreed)
         self._periodic.hear(agreed)
         self._periodic.note_commit(self._ready().newest)
         return agreed
 
-    def _wish(self) -> Wish:
-        return self._requests.wish(self._ready().wish(held=self._guard.held), due=self._periodic.asks(self.step))
+    def _proposal(self) -> Proposal:
+        return self._requests.propose(self._ready().propose(held=self._guard.held), due=self._periodic.asks(self.step))
 
     def _ready(self) -> Saver:
         if self._ended:

@@ -156,7 +156,7 @@ def test_names_are_unique() -> None:
 
 
 def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
-    """Whoever adds one must say which: else a run started inside a rank would refuse to start."""
+    """A new variable must be one of both: else a run started inside a rank would refuse to start."""
     known = {setting.variable for setting in SETTINGS.values()} | resolve.PASSED_ON
     found = {
         name

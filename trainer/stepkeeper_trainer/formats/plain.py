@@ -1,4 +1,4 @@
-"""The one way in which files of a run directory are opened for reading, whoever wrote them, and whoever looks.
+"""The one way in which files of a run directory are opened for reading, by any program and of any writer.
 
 Only plain files are opened, without waiting for a pipe's other end, and no symbolic link is followed.  With `within`
 that holds for each directory below it too, one after the other from its descriptor, so that nobody can swap one; and

@@ -166,7 +166,7 @@ class Attachment:
         return self.open and self._requests is not None and self._requests.stop_agreed
 
     def saving(self) -> None:
-        """Say that the framework begins a save of the step at hand, whoever wanted it."""
+        """Say that the framework begins a save of the step at hand, whether it or Stepkeeper wanted it."""
         self._guarded(self._say_saving, None)
 
     def saved_to(self, directory: str, *, step: int | None = None, last: bool = False) -> None:

@@ -12,7 +12,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 PACKAGES = (ROOT / "supervisor/stepkeeper", ROOT / "trainer/stepkeeper_trainer")
 LINES_MAX, WORDS_MAX = 70, 900
 NAMED = re.compile(r"`([\w.-]+/[\w./-]*|[\w-]+\.(?:py|toml|md))`")
-DESIGN = (PAGE, ROOT / "docs/design-rules.md", ROOT / "docs/design-decisions.md")
+DESIGN = (PAGE, ROOT / "CONTRIBUTING.md", ROOT / "docs/design-rules.md", ROOT / "docs/design-decisions.md")
 OF_A_RUN = {"checkpoints/"}  # it is in a run directory
 
 

@@ -306,6 +306,117 @@ def weights_that_training_unfreezes(rank: int, world_size: int) -> Scene:  # noq
     return Scene(state={"model": model, "optimizer": optimizer, "done": done}, step=step, more=trained)
 
 
+class _Named(torch.optim.SGD):
+    """Each group has to say something."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        assert "role" in group, "a group says its role"
+        super().add_param_group(group)
+
+
+@common
+def a_group_with_options_that_training_adds(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    model, done = _mlp(1), Box(0)
+    optimizer = _Named([{"params": list(model[2].parameters()), "role": "head"}], lr=0.1, momentum=0.9)  # type: ignore[index, union-attr]
+    fit = _fit(model, optimizer)
+
+    def step() -> float:
+        done.value += 1
+        if done.value == 2:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "role": "body"})  # type: ignore[index, union-attr]
+        return fit()
+
+    return Scene(state={"model": model, "optimizer": optimizer, "done": done}, step=step)
+
+
+@common
+def weights_that_are_frozen_in_turn_under_ddp(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    """As adversaries are trained: one is frozen at the end of each step, and not where the script begins."""
+    maker, judge = (nn.parallel.DistributedDataParallel(nn.Linear(6, size)) for size in (6, 1))
+    makers, judges = torch.optim.AdamW(maker.parameters()), torch.optim.AdamW(judge.parameters())
+
+    def step() -> float:
+        judge.requires_grad_(requires_grad=True)
+        judges.zero_grad()
+        (judge(torch.randn(3, 6)).mean() - judge(maker(torch.randn(3, 6)).detach()).mean()).backward()
+        judges.step()
+        judge.requires_grad_(requires_grad=False)
+        makers.zero_grad()
+        loss = judge(maker(torch.randn(3, 6))).mean()
+        loss.backward()
+        makers.step()
+        return float(loss.detach())
+
+    return Scene(state={"maker": maker, "judge": judge, "makers": makers, "judges": judges}, step=step)
+
+
+class _Split(nn.Module):
+    """Its state has other names than its parameters, and a loading of its own without options."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.both(rows))
+        return found
+
+    def state_dict(self, *given: Any, **options: Any) -> Any:
+        state = super().state_dict(*given, **options)
+        state["one"], state["other"] = (half.detach().clone() for half in state.pop("both.weight").chunk(2))
+        return state
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        state = dict(state)
+        state["both.weight"] = torch.cat([state.pop("one"), state.pop("other")])
+        return super().load_state_dict(state)
+
+
+class _Assigning(nn.Linear):
+    """torch writes into the notes that it is given with a state; those of other modules must not have it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002
+        return super().load_state_dict(state, strict, assign=True)
+
+
+class _Adapter(nn.Module):
+    """A frozen layer with an extra state, which a hook leaves out, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.low = _Extra(6, 3).requires_grad_(requires_grad=False), nn.Linear(6, 3)
+        self.register_state_dict_post_hook(self._leave_out)
+
+    @staticmethod
+    def _leave_out(module: Any, state: dict[str, Any], prefix: str, noted: dict[str, Any]) -> None:
+        noted["made_by"] = type(module)  # what a hook notes may be anything
+        for name in [each for each in state if each.startswith(f"{prefix}base.")]:
+            del state[name]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(rows) + self.low(rows)
+        return found
+
+
+class _Extra(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+@common
+def modules_that_load_in_their_own_way(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    torch.manual_seed(3)
+    models = {"assigning": _Assigning(), "split": _Split(), "adapter": _Adapter()}
+    optimizers = {f"{name}_optimizer": torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+    fits = [_fit(model, each) for model, each in zip(models.values(), optimizers.values(), strict=True)]
+    return Scene(state=models | optimizers, step=lambda: sum(fit() for fit in fits))
+
+
 class Options(enum.Flag):
     A, B, C = 1, 2, 4
 

@@ -14,9 +14,14 @@ from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
 from tests.trainer import common_scenes
 from tests.trainer.any_state import SCENES, Play, Played, play
 from tests.trainer.common_scenes import COMMON
+from tests.trainer.fsdp import needs_fsdp
 
 RANKS = {"local_experts": 4, "hsdp": 4, "tensor_parallel": 4, "stages_that_are_sharded": 4} | common_scenes.RANKS
 REFUSED = {"fsdp1"}
+FSDP = {
+    "fsdp2", "hsdp", "tensor_parallel", "stages_that_are_sharded", "hsdp_and_tensor_parallel",
+    "experts_of_a_mesh_and_of_each_rank",
+}  # fmt: skip
 STEPS, STOP = 5, 3
 
 
@@ -51,7 +56,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Of:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.campaign)
+        pytest.param(name, marks=[needs_fsdp] * (name in FSDP) + [pytest.mark.campaign] * (name not in IN_EACH_RUN))
         for name in sorted((SCENES.keys() - REFUSED) | COMMON.keys())
     ],
 )
@@ -143,7 +148,7 @@ OTHER_RANKS = [
 
 @pytest.mark.parametrize(
     ("name", "then", "ranks"),
-    [each if each[0] == "fsdp2" else pytest.param(*each, marks=pytest.mark.campaign) for each in OTHER_RANKS],
+    [pytest.param(*one, marks=needs_fsdp if one[0] == "fsdp2" else pytest.mark.campaign) for one in OTHER_RANKS],
 )
 def test_what_is_sharded_or_equal_everywhere_is_the_same_on_other_numbers_of_ranks(
     tmp_path: Path, name: str, then: int, ranks: int

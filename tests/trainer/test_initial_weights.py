@@ -105,6 +105,25 @@ def test_a_directory_of_plain_dcp_begins_a_run(tmp_path: Path, caplog: pytest.Lo
     assert "initial_weights_differ" not in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_whose_state_holds_copies_takes_them_over(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Asked for its state again, it would give others, with the weights of before."""
+    model = torch.nn.Linear(4, 2)
+    model.register_state_dict_post_hook(
+        lambda _module, state, _prefix, _noted: state.update(
+            {k: v.detach().to(dtype, copy=True) for k, v in state.items()}
+        )
+    )
+    dcp.save({k: torch.ones_like(v) for k, v in model.state_dict().items()}, checkpoint_id=tmp_path / "w", no_dist=True)
+    manager = CheckpointManager(
+        {"model": model}, run_dir=tmp_path / "run", resume_from=str(tmp_path / "w"), storage_test="off"
+    )
+
+    manager.resume()
+
+    assert all(bool((each == 1).all()) for each in model.parameters())
+
+
 def test_a_checkpoint_of_torchtitan_begins_a_run(tmp_path: Path) -> None:
     model = Net(1)
 

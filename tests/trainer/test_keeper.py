@@ -163,6 +163,7 @@ def test_stock_torch_reads_the_directory(tmp_path: Path) -> None:
     assert torch.equal(moment, loop.optimizer.state[loop.model[0].weight]["exp_avg"])
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a supervisor needs Python 3.11")
 def test_a_supervisor_of_0_1_0_finds_every_byte_of_a_step_right(tmp_path: Path, monkeypatch) -> None:
     """It would call values damaged that share bytes, and start the training from the beginning."""
     monkeypatch.setenv("STEPKEEPER_SOCKET", "@nobody-listens")

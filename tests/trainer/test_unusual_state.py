@@ -32,6 +32,7 @@ REASONS = {
 }
 AT_RESUME = {
     "a_group_of_no_module_that_training_adds": r"optimizer has 1 parameter groups, the checkpoint 2",
+    "a_group_that_training_removes": r"optimizer has 2 parameter groups, the checkpoint 1",
     "a_buffer_that_nobody_has_declared": r"has \['model\.late'\] besides",
 }
 
@@ -81,6 +82,13 @@ def test_what_a_new_process_does_not_have_is_refused_by_name_on_all_ranks(tmp_pa
     assert set(first.codes) == {0}, first.said
     assert set(second.codes) == {66}, second.said
     assert re.search(AT_RESUME[name], second.said), second.said
+
+
+@pytest.mark.campaign
+def test_a_group_that_a_resume_would_miss_is_told_when_training_removes_it(tmp_path: Path) -> None:
+    [ended] = play([Play(scene="a_group_that_training_removes", run_dir=str(tmp_path), steps=STOP)])
+
+    assert len(re.findall(r"optimizer_has_fewer_groups part=optimizer groups=1 before=2", ended.said)) == 2, ended.said
 
 
 @pytest.mark.campaign

@@ -282,6 +282,21 @@ def a_group_of_no_module_that_training_adds(rank: int, world_size: int) -> Scene
     return Scene(state={"model": model, "optimizer": optimizer, "done": done}, step=step)
 
 
+@not_resumed
+def a_group_that_training_removes(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    model, done = _mlp(1), Box(0)
+    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in (model[0], model[2])])  # type: ignore[index, union-attr]
+    fit = _fit(model, optimizer)
+
+    def step() -> float:
+        done.value += 1
+        if done.value == 2:
+            del optimizer.param_groups[0]
+        return fit()
+
+    return Scene(state={"model": model, "optimizer": optimizer, "done": done}, step=step)
+
+
 @refused
 def a_momentum_that_is_sparse(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     """Nothing but the first step makes it."""

@@ -322,9 +322,10 @@ class _Part:
         """Give a module what was loaded, through its own `load_state_dict`: it may convert.  Raises ResumeError."""
         try:
             state = self.part.module.state_dict(keep_vars=True)  # with torch's notes on the modules' versions
-            wanted = {self.values[name][0] for name in self.homes}
-            for name in state.keys() - wanted:
+            loaded = {self.values[name][0]: self.values[name][1] for name in self.homes}
+            for name in state.keys() - loaded.keys():
                 del state[name]
+            state.update(loaded)  # which may be converted copies: asked again, a module makes others
             self.part.module.load_state_dict(state, strict=False)
         except RuntimeError as error:
             raise ResumeError(f"{self.part.name} refuses the initial weights: {error}") from error

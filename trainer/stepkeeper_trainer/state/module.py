@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.state.placement import target_of
 from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, split, tensor_places
 
@@ -60,7 +60,6 @@ def keys_of(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 NAMED_MAX = 3  # names in one error message
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
-_UNVERSIONED = {"version": 1}  # what torch notes of a module that declares no version
 _shape = attrgetter("shape")
 
 
@@ -102,6 +101,7 @@ class ModulePart:
         self._replaced: dict[str, tuple[_Buffer, torch.Tensor]] = {}  # buffers, and what comes in their place
         self._names: set[str] | None = None  # of tensors that the script makes by itself, and those known since
         self._shapes: tuple[tuple[str, ...], list[torch.Size]] = ((), [])  # as they were last, with their names
+        self._versions: tuple[tuple[str, ...], dict[str, int]] = ((), {})  # with the names of its tensors then
         self._trained: tuple[list[bool | None], str] = ([], "all")  # by value of the state, and how it is written
 
     @property
@@ -129,10 +129,7 @@ class ModulePart:
         state = self.module.state_dict(keep_vars=True)
         names = tuple(state)
         keys = keys_of(self._prefix, names)
-        besides = {
-            "trained": self._look_at_trained(keys, state),
-            "versions": split(_versions(state), f"{self.name}.versions", tensors),
-        }
+        besides = {"trained": self._look_at_trained(keys, state), "versions": self._look_at_versions(names)}
         if all(map(is_plain, set(map(type, state.values())))) and not _has_extra(names):
             tensors.update(zip(keys, state.values(), strict=True))
             self._note_names(keys, tensors)
@@ -154,6 +151,14 @@ class ModulePart:
         if flags != self._trained[0]:
             self._trained = flags, _write_trained(_parameters_of(keys, state))
         return self._trained[1]
+
+    def _look_at_versions(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return the versions that classes of its modules declare: a class converts states of older ones at a load."""
+        if self._versions[0] != names:
+            kinds = set(map(type, self.module.modules()))
+            found = {_name_of(owner): vars(owner)["_version"] for kind in kinds if (owner := _versioned(kind))}
+            self._versions = names, dict(sorted(found.items()))
+        return self._versions[1]
 
     def _note_names(self, keys: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         """Warn of tensors that training has added: a new process of the script does not have them.
@@ -202,8 +207,8 @@ class ModulePart:
         Raises:
             ResumeError: the checkpoint is of another module.
         """
-        extra, versions = ((skeleton or {}).get(key, {}) for key in ("extra", "versions"))
-        check_types([extra, versions])
+        extra = (skeleton or {}).get("extra", {})
+        check_types(extra)
         self._here = state = self.module.state_dict(keep_vars=True)
         keys = keys_of(self._prefix, tuple(state))
         here = {key: value for key, value in zip(keys, state.values(), strict=True) if key not in extra}
@@ -222,7 +227,7 @@ class ModulePart:
                 self._loading[name], found[key] = target, target.detach()
         for key in extra.keys() - set(keys):  # the module's state has it only once training has begun
             self._loading[key.removeprefix(self._prefix)] = _Extra(extra[key])
-        for key, place in tensor_places([extra, versions]).items():
+        for key, place in tensor_places(extra).items():
             found[key] = target_of(key, place, saved[key], like=looked.get(key))
         return found
 
@@ -287,44 +292,40 @@ class ModulePart:
             for name, value in self._loading.items()
         )
         here, self._here, self._loading = self._here, {}, {}
-        vars(state)["_metadata"] = self._versions_then(here, skeleton, tensors)  # where torch keeps it
+        vars(state)["_metadata"] = self._versions_then(here, skeleton)  # where torch keeps it
         for buffer, tensor in self._replaced.values():
             setattr(buffer.module, buffer.attribute, tensor)
         self._replaced = {}
         self._take_trained(here, (skeleton or {}).get("trained"))
         try:
-            self._load(state, self._left_out(here))
+            self._load(state, here)
         except RuntimeError as error:
             raise ResumeError(f"{self.name} refuses the checkpoint's state: {error}") from error
 
-    def _load(self, state: dict[str, Any], left_out: set[str]) -> None:
-        """Have the module load it; only what every state of it leaves out may be missing."""
-        if not left_out:
-            self.module.load_state_dict(state)
-            return
-        found = self.module.load_state_dict(state, strict=False)
-        wrong = [name for name in getattr(found, "missing_keys", ()) if plain_name(name) not in left_out]
-        if wrong := sorted([*wrong, *getattr(found, "unexpected_keys", ())]):
-            raise ResumeError(f"{self.name} refuses the checkpoint's state: missing or too many: {wrong[:NAMED_MAX]}")
-
-    def _left_out(self, here: Mapping[str, Any]) -> set[str]:
-        """Return what a hook leaves out of the module's state, frozen weights as a rule; or nothing."""
+    def _load(self, state: dict[str, Any], here: Mapping[str, Any]) -> None:
+        """Have the module load it; what a hook leaves out of each of its states, as frozen weights, may be missing."""
         known = set(map(plain_name, here))
         parameters = {plain_name(name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        if parameters <= known:
-            return set()
-        return parameters.union(plain_name(each.name) for each in self._buffers().values()) - known
+        own_way = type(self.module).load_state_dict is not torch.nn.Module.load_state_dict
+        if parameters <= known or own_way:
+            self.module.load_state_dict(state)
+            return
+        missing, unexpected = self.module.load_state_dict(state, strict=False)
+        if wrong := sorted([*unexpected, *(name for name in missing if plain_name(name) in known)]):
+            raise ResumeError(f"{self.name} refuses the checkpoint's state: missing or too many: {wrong[:NAMED_MAX]}")
 
-    def _versions_then(self, state: Any, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return torch's notes on the modules as they were saved: a module may convert the state of an older version.
+    def _versions_then(self, state: Any, skeleton: Any) -> dict[str, Any]:
+        """Return torch's notes on the modules with the versions that their classes had at the save.
 
-        Step directories of before this was saved count as made by the modules at hand.
+        Step directories of before these were saved count as made by the classes at hand.
         """
-        here: dict[str, Any] = dict(getattr(state, "_metadata", {}))
-        if "versions" not in (skeleton or {}):
-            return here
-        then = join(skeleton["versions"], tensors)
-        return {place: then.get(plain_name(place), _UNVERSIONED) for place in here}
+        here: dict[str, Any] = {place: dict(noted) for place, noted in getattr(state, "_metadata", {}).items()}
+        then: dict[str, int] | None = (skeleton or {}).get("versions")
+        if then is not None:
+            for place, module in self.module.named_modules(remove_duplicate=False):
+                if place in here and (owner := _versioned(type(module))):
+                    here[place]["version"] = then.get(_name_of(owner), 1)
+        return here
 
     def _take_trained(self, state: Mapping[str, Any], trained: str | None) -> None:
         """Freeze and unfreeze parameters as they were.
@@ -337,16 +338,20 @@ class ModulePart:
             return
         flags = _read_trained(trained, parameters)
         changed = sorted(key for key, parameter in parameters.items() if parameter.requires_grad != flags[key])
-        if wrapped := sorted(self.replicated.intersection(changed)):
-            then = "trained" if flags[wrapped[0]] else "frozen"
+        if wrapped := [key for key in changed if flags[key] and key in self.replicated]:
             raise ResumeError(
-                f"{wrapped[0]} was {then} when it was saved, and is not here: call requires_grad_({flags[wrapped[0]]}) "
-                "before DistributedDataParallel wraps the module"
+                f"{wrapped[0]} was trained when it was saved, and is frozen here, so DistributedDataParallel leaves it "
+                "out: call requires_grad_() before DistributedDataParallel wraps the module"
             )
         for key in changed:
             parameters[key].requires_grad_(flags[key])
-        names = ", ".join(changed[:NAMED_MAX]) + (f" and {len(changed) - NAMED_MAX} more" * (len(changed) > NAMED_MAX))
-        say("requires_grad_restored", part=self.name, names=names, why="they were frozen or trained so at the save")
+        more = f" and {len(changed) - NAMED_MAX} more" if len(changed) > NAMED_MAX else ""
+        warn(
+            "requires_grad_restored",
+            part=self.name,
+            names=", ".join(changed[:NAMED_MAX]) + more,
+            why="they were frozen or trained so at the save: to change that, call requires_grad_() after resume()",
+        )
 
     def _check_names(self, skeleton: Any, here: set[str], saved: Mapping[str, TensorStorageMetadata]) -> None:
         missing = sorted(key for key in here if not isinstance(saved.get(key), TensorStorageMetadata))
@@ -362,10 +367,14 @@ class ModulePart:
         )
 
 
-def _versions(state: Any) -> dict[str, Any]:
-    """Return what torch notes of modules beside their tensors, by plain name, where it is not the usual."""
-    found = getattr(state, "_metadata", None) or {}
-    return {plain_name(place): noted for place, noted in found.items() if noted != _UNVERSIONED}
+def _versioned(kind: type) -> type | None:
+    """Return the class that declares the version of a module of this class, if one does."""
+    owner = next((each for each in kind.__mro__ if "_version" in vars(each)), torch.nn.Module)
+    return owner if owner is not torch.nn.Module else None
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_of(keys: tuple[str, ...], state: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
@@ -377,8 +386,9 @@ def merge(skeletons: Sequence[Any]) -> Any:
     found = {key: {k: v for each in skeletons for k, v in each.get(key, {}).items()} for key in ("extra", "versions")}
     if any("versions" not in each for each in skeletons):
         del found["versions"]
+    same = len({(each.get("names"), each.get("trained")) for each in skeletons}) == 1
     trained = {each.get("trained") for each in skeletons}
-    return found | ({"trained": "all"} if trained == {"all"} else {})
+    return found | ({"trained": trained.pop()} if same or trained == {"all"} else {})
 
 
 def _write_trained(parameters: Mapping[str, torch.nn.Parameter]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.log import say
+from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.state.placement import can_shard, meshes_of, target_of
 from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, memory_of, split, tensor_places
 
@@ -113,13 +113,11 @@ class OptimizerPart:
         self.name, self.optimizer = name, optimizer
         self._find_names = names
         self._names: Names = {}
+        self.filled = False  # it had a state when it was looked at last
+        self.adds_groups = True  # a load may: the checkpoint says which parameters were trained
+        self._groups = 0  # that it had at the last look
         self._added: list[dict[str, torch.nn.Parameter]] = []  # groups that training had added, by name of parameter
         self._recipe: _Recipe | None = None
-
-    @property
-    def filled(self) -> bool:
-        """Whether it has taken a step."""
-        return bool(self._state if self._is_torchs else self.optimizer.state_dict().get("state"))
 
     @property
     def _is_torchs(self) -> bool:
@@ -173,6 +171,8 @@ class OptimizerPart:
             StateError: something cannot be saved.
         """
         optimizer, state = self.optimizer, self._state
+        self._note_groups()
+        self.filled = bool(state)
         if self._recipe is not None and self._is_torchs:
             values = self._recipe.find(optimizer.param_groups, state)
             if values is not None:
@@ -183,10 +183,19 @@ class OptimizerPart:
         given = self._ask(members)
         if given is None:
             return self._collect_whole(members, outside, tensors)
+        self.filled = bool(given.states or given.shared)
         found = self._collect_states(given, members, tensors) | {"outside": outside}
         if not any(found[key] for key in ("rest", "outside", "shared", "more")) and self._is_torchs:
             self._recipe = _Recipe.of(optimizer.param_groups, state, f"{self.name}.state.", members, found)
         return found
+
+    def _note_groups(self) -> None:
+        """Warn of groups that training has removed: a new process of the script has them again."""
+        count = len(self.optimizer.param_groups)
+        if count < self._groups:
+            why = "a resume will refuse this state: remove them before resume(), too"
+            warn("optimizer_has_fewer_groups", part=self.name, groups=count, before=self._groups, why=why)
+        self._groups = count
 
     def _collect_states(
         self, given: _Given, members: list[list[str]], tensors: dict[str, torch.Tensor]
@@ -231,7 +240,9 @@ class OptimizerPart:
 
     def _collect_whole(self, members: list[list[str]], outside: list[str], tensors: dict[str, torch.Tensor]) -> Any:
         """Save what its `state_dict` gives as it is: it needs the same order of parameters."""
-        whole = split(self.optimizer.state_dict(), f"{self.name}.whole", tensors, {})
+        state = self.optimizer.state_dict()
+        self.filled = bool(state.get("state"))
+        whole = split(state, f"{self.name}.whole", tensors, {})
         self._check_meshes(whole)
         groups = [{"params": named} for named in members]
         return {"columns": {}, "plain": [], "rest": {}, "param_groups": groups, "outside": outside, "whole": whole}
@@ -337,8 +348,8 @@ class OptimizerPart:
         self, groups: Sequence[Mapping[str, Any]], members: list[list[str]], named: Mapping[str, Any]
     ) -> list[dict[str, torch.nn.Parameter]]:
         """Return the parameters of groups that the script adds in the course of training, where all can be found."""
-        known = set(chain.from_iterable(members))
-        if any(name in known or name not in named for group in groups for name in group["params"]):
+        known, wanted = set(chain.from_iterable(members)), [name for group in groups for name in group["params"]]
+        if not self.adds_groups or not known.isdisjoint(wanted) or not set(wanted) <= named.keys():
             return []
         return [{name: named[name] for name in group["params"]} for group in groups]
 
@@ -350,7 +361,7 @@ class OptimizerPart:
         Raises:
             ResumeError: the optimizer refuses it.
         """
-        self._add_groups()
+        self._add_groups(skeleton["param_groups"], tensors)
         members = self._members()
         if "whole" in skeleton:
             self._load(join(skeleton["whole"], tensors))
@@ -380,11 +391,22 @@ class OptimizerPart:
                 if key in here:
                     here[key] = _of_its_type(here[key], value)
 
-    def _add_groups(self) -> None:
-        for group in self._added:
-            self.optimizer.add_param_group({"params": list(group.values())})
-            say("param_group_restored", part=self.name, parameters=len(group), why="training had added it by the save")
-        self._added = []
+    def _add_groups(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the groups anew that training had added, with their options.
+
+        Raises:
+            ResumeError: the optimizer refuses one.
+        """
+        added, self._added = self._added, []
+        for group, then in zip(added, saved[len(saved) - len(added) :], strict=True):
+            try:
+                self.optimizer.add_param_group({**join(then, tensors), "params": list(group.values())})
+            except Exception as error:  # the optimizer's own code may raise anything
+                raise ResumeError(
+                    f"{self.name} refuses a parameter group that training had added: {type(error).__name__}: {error}"
+                ) from error
+            why = "training had added it by the save"
+            warn("param_group_restored", part=self.name, parameters=len(group), why=why)
 
     def _load(self, state: dict[str, Any]) -> None:
         try:

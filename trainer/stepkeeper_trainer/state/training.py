@@ -298,6 +298,7 @@ class TrainingState:
         own = {name: entry for name, entry in saved.items() if name not in own} | own
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
+        self._allow_groups()
         for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
             if not isinstance(part, ModulePart):  # another model is told before other parts
                 now = {was: name for name, was in then.items()}
@@ -318,6 +319,12 @@ class TrainingState:
             tensors[key] = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
         self._counters = counters
         return tensors
+
+    def _allow_groups(self) -> None:
+        """Let optimizers make groups that training had added, where the checkpoint says what was frozen then."""
+        known = all("trained" in (self._saved.get(name) or {}) for name in self.modules)
+        for optimizer in self.optimizers.values():
+            optimizer.adds_groups = known
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what was loaded; the generators come last, and nothing may draw after them.

@@ -300,10 +300,7 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=launch_environment(self._job, self._meeting, environment)
-                | hosts
-                | rank_files.reliability_variables(self._job.run_directory)
-                | rank_files.tracker_variables(self._job.run_directory, environment),
+                env=launch_environment(self._job, self._meeting, environment) | hosts | self._known(environment),
                 start_new_session=True,  # a signal to our process group is for us alone
             )
         except OSError as failure:
@@ -317,7 +314,9 @@ class Launch:
         code = self._process.wait()
         self._ended.set()
         said = self._said()
-        end = self._end_of_framework(code) if not said else End()
+        end = End()
+        if not said:
+            end = self._inbox.guard(Part.FRAMEWORK, self._end_of_framework)(code) or end
         self._inbox.put(
             on.LaunchEnded(
                 at=self._inbox.clock.now(),
@@ -331,17 +330,27 @@ class Launch:
                 unproven=end.unproven,
             )
         )
+        failed = f"srun ended with {code}{f'; {error}' if error else ''}" if not said and not end.finished else ""
+        self._inbox.guard(Part.LAUNCH_LOGS, self._tidy)(failed)
+
+    def _tidy(self, failed: str) -> None:
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
-            if not said and not end.finished:
-                paths.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
+            if failed:
+                paths.mark_failed(self._logs, failed)
             paths.prune_logs(self._job.run_directory / "logs")
+
+    def _known(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return what launches before have left for the ranks in the run directory; they can do without it."""
+        run_directory = self._job.run_directory
+        reliability = self._inbox.guard(Part.RANK_FILES, rank_files.reliability_variables)(run_directory)
+        trackers = self._inbox.guard(Part.RANK_FILES, rank_files.tracker_variables)(run_directory, environment)
+        return (reliability or {}) | (trackers or {})
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Keep what srun itself says (the ranks write to their own files); return its last line."""
-        assert process.stdout is not None, "Popen was given a pipe"
         log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
         error = reason = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
-        for line in process.stdout:
+        for line in process.stdout or ():
             text = redact(line.decode(errors="replace").strip())
             if slurm_launch.NOISE in text:
                 continue

@@ -227,8 +227,7 @@ class _Step:
         self._inbox.run(Part.SHEPHERD, lambda: slurm_launch.dismiss_shepherd(process.pid), name="standby-shepherd")
         self._inbox.run(Part.STANDBYS, lambda: self._write(process), name="standby-write")
         errors = self._inbox.run(Part.STANDBYS, lambda: self._read_errors(process), name="standby-error")
-        assert process.stdout is not None, "Popen was given a pipe"
-        for line in process.stdout:
+        for line in process.stdout or ():
             self._hear(line)
         code = process.wait()
         self._ended.set()
@@ -238,7 +237,8 @@ class _Step:
 
     def _write(self, process: subprocess.Popen[bytes]) -> None:
         stdin = process.stdin
-        assert stdin is not None, "Popen was given a pipe"
+        if stdin is None:
+            return
         with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
             while (word := self._output.get()) is not None:
                 stdin.write(word.encode() + b"\n")
@@ -258,10 +258,9 @@ class _Step:
 
     def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
         """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
-        assert process.stderr is not None, "Popen was given a pipe"
         logs = RunDirectory(self._job.run_directory)
         log = PatientStream(lambda: (logs.logs(self._job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
-        for line in process.stderr:
+        for line in process.stderr or ():
             text = redact(line.decode(errors="replace").strip())
             if not text or slurm_launch.NOISE in text:
                 continue

@@ -138,7 +138,7 @@ class Bus:
 
     def say(self, message: lines.ToWatcher) -> None:
         """Queue one line for every watcher; never waits."""
-        self._output.put(lines.encode(message))
+        self._output.put(lines.encode(message, on_cut=lambda cut: self._note("", cut)))
 
     def expect(self, launch: int, tasks: int) -> None:
         """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
@@ -269,24 +269,21 @@ class Bus:
 
     def _write(self, process: subprocess.Popen[bytes]) -> None:
         stdin = process.stdin
-        assert stdin is not None, "Popen was given a pipe"
+        if stdin is None:
+            return
         with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
             while (line := self._output.get()) is not None:
                 stdin.write(line)
                 stdin.flush()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        stdout = process.stdout
-        assert stdout is not None, "Popen was given a pipe"
-        for line in stdout:
+        for line in process.stdout or ():
             message = lines.decode_from_watcher(line)
             if message is not None:
                 self._emit(message)
 
     def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
-        stderr = process.stderr
-        assert stderr is not None, "Popen was given a pipe"
-        for line in stderr:
+        for line in process.stderr or ():
             text = line.decode(errors="replace").strip()
             if text and slurm_launch.NOISE not in text:
                 self._error = redact(text)[:ERROR_CHARACTERS_MAX]
@@ -331,9 +328,8 @@ class Bus:
                     self._inbox.put(event)
             case lines.Paced():
                 launch = self._launch(message.launch)
-                paced = self._paces.receive(message, launch, at) if launch is not None else None
-                if paced is not None:
-                    self._inbox.put(paced)
+                if launch is not None:
+                    self._inbox.guard(Part.PACE, self._on_paced)(message, launch, at)
             case lines.Lost():
                 launch = self._launch(message.launch)
                 if launch is not None:
@@ -373,6 +369,11 @@ class Bus:
                 nodes=wanted.nodes,
             )
         )
+
+    def _on_paced(self, message: lines.Paced, launch: int, at: float) -> None:
+        paced = self._paces.receive(message, launch, at)
+        if paced is not None:
+            self._inbox.put(paced)
 
     def _on_checked(self, message: lines.Checked) -> None:
         unfit = (on.Unfit(node=message.node, why=message.unfit),) if message.unfit else ()

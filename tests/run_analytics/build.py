@@ -10,8 +10,8 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
+from stepkeeper.reason_text import text
 from stepkeeper.run_analytics import history, timeline
 from stepkeeper.run_analytics.model import Key, Rows, RowTable
 from stepkeeper.run_analytics.timeline import Timeline

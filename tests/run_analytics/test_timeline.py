@@ -12,7 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
+from stepkeeper.reason_text import text
 from stepkeeper.run_analytics import history, timeline
 from stepkeeper.run_analytics.model import SECOND, Ending, Rows, Use
 from stepkeeper.run_analytics.timeline import Standing, Timeline

@@ -20,12 +20,12 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collectives, log_lines, logs, planes, unclean_exit
 from stepkeeper.diagnosis import logs as diagnosis_logs
 from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.reason_text import text
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import ERRORS_NAME, FAILED_NAME, RunDirectory
 from stepkeeper_trainer.formats.plain import open_plain, read_plain

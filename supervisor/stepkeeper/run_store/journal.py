@@ -28,9 +28,9 @@ from stepkeeper.core.baseline import Baseline
 from stepkeeper.core.causes import SkippedData, Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase
+from stepkeeper.reason_text import text
 from stepkeeper.run_store import lines, old_names, old_sentences
 from stepkeeper_trainer.formats.durable import append_line, write_all
 from stepkeeper_trainer.formats.plain import open_plain

@@ -14,8 +14,8 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State, Timer, Timers
+from stepkeeper.reason_text import text
 from stepkeeper.run_store.journal import VERSION, Record
 from stepkeeper_trainer.formats.lease import Lease
 

@@ -22,8 +22,8 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import Phase, State
+from stepkeeper.reason_text import text
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.simulate.event_queue import EventQueue
 from stepkeeper.simulate.world import MIX, Accounts, Kind, Progress, Result, World

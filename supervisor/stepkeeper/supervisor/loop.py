@@ -19,11 +19,11 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import tag, text
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.loop_tools import Stalls
+from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
 from stepkeeper.run_store.paths import RunDirectory

@@ -22,7 +22,7 @@ from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.decide import decide
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Incident, Mode, Outcome, State
-from stepkeeper.node_agent.sensor_health import KERNEL_LOG, SensorHealth
+from stepkeeper.node_agent.evaluate import KERNEL_LOG, SensorHealth
 from stepkeeper.node_agent.sensors import nvml
 from stepkeeper.node_agent.sensors.evidence import Roots, device_addresses
 from stepkeeper.node_agent.sensors.readings import (

@@ -9,6 +9,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -65,8 +68,10 @@ class Paces:
 ERROR_CHARACTERS_MAX = 300
 ERRORS_WITHIN_S = 1.0
 LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
-LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a message in its event; watchers gather
-_EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
+# A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
+EVENTS: dict[type[words.FromRank], Any] = {
+    words.TaskExited: on.RankExited,
+    words.Hello: on.RankHello,
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,
     words.SaveStarted: on.SaveBegan,
@@ -75,6 +80,13 @@ _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Finished: on.TrainingFinished,
     words.Stopped: on.TrainingStopped,
 }
+
+
+def _event(kind: Any, message: msgspec.Struct, **known: object) -> on.Event:
+    """Return the event of a message: what it knows besides counts more than what the message says."""
+    said = {name: getattr(message, name) for name in message.__struct_fields__} | known
+    event: on.Event = kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})
+    return event
 
 
 class Bus:
@@ -335,8 +347,7 @@ class Bus:
                 if launch is not None:
                     self._inbox.put(on.RankExited(at=at, launch=launch, rank=message.rank, node=message.node))
             case lines.Faulted():
-                fields = {name: getattr(message, name) for name in message.__struct_fields__}
-                self._inbox.put(on.NodeFaulted(at=at, **fields))
+                self._inbox.put(_event(on.NodeFaulted, message, at=at))
             case lines.ShareRead():
                 self._on_share(message)
             case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
@@ -402,24 +413,6 @@ class Bus:
         launch = self._launch(word.launch)
         if launch is None:
             return None
-        match word:
-            case words.TaskStarted():
-                return self._on_task_started(launch, word, at)
-            case words.TaskExited():
-                return on.RankExited(
-                    at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
-                )
-            case words.Hello():
-                return on.RankHello(
-                    at=at,
-                    launch=launch,
-                    rank=word.rank,
-                    node=node,
-                    resumed_step=word.resumed_step,
-                    total_steps=word.total_steps,
-                    framework=word.framework,
-                    unable=word.unable,
-                )
-            case _:
-                names = set(word.__struct_fields__) - LEFT_OUT
-                return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})
+        if isinstance(word, words.TaskStarted):
+            return self._on_task_started(launch, word, at)
+        return _event(EVENTS[type(word)], word, at=at, launch=launch, node=node)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import signal
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +14,11 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
-from stepkeeper.redaction import redact
-from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.supervisor.sources.slurmd import follow
+from stepkeeper.supervisor.srun import Srun
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
 
@@ -66,7 +63,7 @@ class Paces:
 
 
 ERROR_CHARACTERS_MAX = 300
-ERRORS_WITHIN_S = 1.0
+KILLED = ((1.0, signal.SIGKILL),)
 LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
 # A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
 EVENTS: dict[type[words.FromRank], Any] = {
@@ -142,15 +139,14 @@ class Bus:
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
         self._paces = Paces()
-        self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._srun = Srun(inbox, Part.BUS, f"bus-{number}", on_word=self._on_word, on_line=self._on_line)
         self._closed = threading.Event()
         inbox.run(Part.BUS, lambda: self._run(list(argv), dict(environment), after_s), name=f"bus-{number}")
 
     def say(self, message: lines.ToWatcher) -> None:
         """Queue one line for every watcher; never waits."""
-        self._output.put(lines.encode(message, on_cut=lambda cut: self._note("", cut)))
+        self._srun.say(lines.encode(message, on_cut=lambda cut: self._note("", cut)))
 
     def expect(self, launch: int, tasks: int) -> None:
         """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
@@ -232,19 +228,12 @@ class Bus:
         """Ask the watchers to leave, and end the input."""
         self._closed.set()
         self.say(lines.Quit())
-        self._output.put(None)
+        self._srun.say(None)
 
     def abandon(self) -> None:
         """End srun of a bus that another one replaces; its watchers are ended by their successors."""
         self.close()
-        timer = threading.Timer(1.0, self._kill)
-        timer.daemon = True
-        timer.start()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                self._process.kill()
+        self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"bus-{self.number}-kill")
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -253,53 +242,22 @@ class Bus:
         code, error = 0, ""
         if not self._closed.wait(after_s):
             try:
-                process = self._process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=environment,
-                    start_new_session=True,  # a signal to our process group is for us alone
-                )
+                wait = self._srun.run(argv, environment)
             except OSError as failure:
                 code, error = 127, f"srun: {failure.strerror}"
             else:
-                self._inbox.run(
-                    Part.SHEPHERD,
-                    lambda: slurm_launch.dismiss_shepherd(process.pid),
-                    name=f"bus-{self.number}-shepherd",
-                )
-                errors = self._inbox.run(
-                    Part.BUS_ERRORS, lambda: self._read_errors(process), name=f"bus-{self.number}-error"
-                )
-                self._inbox.run(Part.BUS, lambda: self._write(process), name=f"bus-{self.number}-write")
-                self._read(process)
-                code = process.wait()
-                errors.join(ERRORS_WITHIN_S)
+                code = wait()
                 error = self._error if code else ""
         self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=error))
 
-    def _write(self, process: subprocess.Popen[bytes]) -> None:
-        stdin = process.stdin
-        if stdin is None:
-            return
-        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
-            while (line := self._output.get()) is not None:
-                stdin.write(line)
-                stdin.flush()
+    def _on_line(self, line: bytes) -> None:
+        message = lines.decode_from_watcher(line)
+        if message is not None:
+            self._emit(message)
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        for line in process.stdout or ():
-            message = lines.decode_from_watcher(line)
-            if message is not None:
-                self._emit(message)
-
-    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
-        for line in process.stderr or ():
-            text = line.decode(errors="replace").strip()
-            if text and slurm_launch.NOISE not in text:
-                self._error = redact(text)[:ERROR_CHARACTERS_MAX]
-                self._notice_death(text)
+    def _on_word(self, text: str) -> None:
+        self._error = text[:ERROR_CHARACTERS_MAX]
+        self._notice_death(text)
 
     def _notice_death(self, text: str) -> None:
         """Take srun's word for a dead watcher: `srun: error: NODE: task 1: Killed`."""

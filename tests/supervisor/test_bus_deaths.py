@@ -29,7 +29,7 @@ def play(death: str, *, size: int) -> list[on.Event]:
         inbox=inbox,
         attempt=0,
         note=lambda *_: None,
-        on_share=lambda _share: None,
+        on_shard=lambda _share: None,
         size=size,
     )
     events = [inbox.get(ANSWER_S), inbox.get(ANSWER_S)]
@@ -66,7 +66,7 @@ def test_the_srun_of_a_bus_that_another_one_replaces_is_ended_though_it_does_not
         inbox=inbox,
         attempt=0,
         note=lambda *_: None,
-        on_share=lambda _share: None,
+        on_shard=lambda _shard: None,
     )
 
     assert isinstance(inbox.get(ANSWER_S), on.WatcherReady)

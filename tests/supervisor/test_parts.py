@@ -197,7 +197,10 @@ while read -r line; do :; done
 def play(directory: Path, **parts: object) -> int:
     """Return how a supervisor ends whose watchers say all that is only logged, and which another one replaces."""
     said = [lines.Ready(node=node, pid=1, version="1") for node in NODES]
-    noted = [lines.Note(node=NODES[0], text="hot"), lines.Told(node=NODES[0], launch=0, text="has no handler")]
+    noted = [
+        lines.Note(node=NODES[0], text="hot"),
+        lines.StopSignalSent(node=NODES[0], launch=0, text="has no handler"),
+    ]
     srun = directory / "srun"
     srun.write_text(SRUN)
     srun.chmod(0o755)
@@ -211,8 +214,8 @@ def play(directory: Path, **parts: object) -> int:
         ready.wait(WITHIN_S)
         inbox.put(on.Superseded(at=inbox.clock.now(), by_job_id=8, by_restart_count=0))
 
-    receive = supervisor._note_told
-    supervisor._note_told = lambda word: (receive(word), ready.set())  # type: ignore[assignment,func-returns-value]
+    receive = supervisor._note_stop_signal
+    supervisor._note_stop_signal = lambda word: (receive(word), ready.set())  # type: ignore[assignment,func-returns-value]
     started = begin()[0]
     inbox.put(msgspec.structs.replace(started, at=inbox.clock.now()))
     threading.Thread(target=superseded, daemon=True).start()

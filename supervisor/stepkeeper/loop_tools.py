@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import msgspec
 
@@ -134,19 +137,48 @@ class Clock:
         return msgspec.structs.replace(job, preempt_at=preempt_at, end_at=end_at)
 
 
+ERROR_CHARACTERS_MAX = 300
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Report = Callable[[str, BaseException, str], None]  # of a part, what it raised, and the traceback of that
 
 
 class SourceError(Exception):
     """A thread of ours failed: a mistake of ours, raised again in the loop."""
 
 
-class Inbox(Generic[Item]):
-    """Items on their way to the loop."""
+def to_stderr(part: str, error: BaseException, trace: str) -> None:
+    """Say it where no log is there, or the log is what failed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk below it, or a closed one
+            sys.stderr.write(f"stepkeeper: {part} failed: {error!r}\n{trace}")
 
-    def __init__(self, clock: Clock) -> None:
+
+def shown(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:ERROR_CHARACTERS_MAX]
+
+
+class Inbox(Generic[Item]):
+    """Items on their way to the loop, and what may fail without ending it.
+
+    A thread of `run_thread` is essential: what it raises ends the loop.  A part of `run_optional` or `guard` may fail:
+    the log says so once for each kind of error, and the loop goes on.
+    """
+
+    def __init__(self, clock: Clock, report: Report = to_stderr) -> None:
+        """Begin without items.
+
+        Args:
+            clock: of the items.
+            report: called once for each kind of failure of an optional part.
+        """
         self.clock = clock
+        self.report = report
         self._queue: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
+        self._failures = threading.Lock()
+        self._failed: set[tuple[str, type[BaseException]]] = set()
 
     def put(self, item: Item) -> None:
         """Hand over one item."""
@@ -182,3 +214,61 @@ class Inbox(Generic[Item]):
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         thread.start()
         return thread
+
+    def run_optional(
+        self, part: str, work: Callable[[], object], *, name: str = "", answer: Callable[[str], Item] | None = None
+    ) -> threading.Thread:
+        """Run a part on a thread that may fail.
+
+        Args:
+            part: which.
+            work: what it does.
+            name: of the thread, where the part has several.
+            answer: the item that the rules wait for, made of what went wrong; None: they wait for none.
+        """
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - reported, and the loop goes on
+                self.failed(part, error)
+                if answer is not None:
+                    self.put(answer(shown(error)))
+
+        return self.run_thread(name or part, guarded)
+
+    def guard(self, part: str, call: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
+        """Return an optional call that never raises; its result is None where it failed."""
+
+        def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - reported, and the loop goes on
+                self.failed(part, error)
+                return None
+
+        return guarded
+
+    def failed(self, part: str, error: BaseException) -> bool:
+        """Report a failure of an optional part, each kind once; return whether this one is new."""
+        with self._failures:
+            known = (part, type(error)) in self._failed
+            self._failed.add((part, type(error)))
+        if known:
+            return False
+        trace = "".join(traceback.format_exception(error))
+        try:
+            self.report(part, error, trace)
+        except Exception as broken:  # noqa: BLE001 - the log itself is what failed
+            to_stderr(part, error, trace)
+            to_stderr("log", broken, "")
+        return True
+
+    def watch_threads(self, part: str) -> None:
+        """Report what other threads of this process raise, as a failure of this part: nothing else would."""
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+                self.failed(part, args.exc_value)
+
+        threading.excepthook = hook

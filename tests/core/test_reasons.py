@@ -16,8 +16,8 @@ from types import NoneType, UnionType
 import msgspec
 import pytest
 
+from stepkeeper import reason_text
 from stepkeeper.core import events as on
-from stepkeeper.core import reason_text
 from stepkeeper.core.losses import DISCONTINUITY
 from stepkeeper.core.reasons import FaultyNodesGiven, Late, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
 from stepkeeper.diagnosis import collect

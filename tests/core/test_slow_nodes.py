@@ -13,9 +13,9 @@ from stepkeeper.core import events as on
 from stepkeeper.core.baseline import Baseline, LaunchPace
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
 from stepkeeper.core.stragglers import Slow, Stragglers, Verdict, launched, observe_pace
+from stepkeeper.reason_text import text
 from stepkeeper.simulate.scenario import given_training
 
 POLICY = Policy()

@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.diagnosis import unclean_exit
+from stepkeeper.diagnosis import collect
 from stepkeeper.run_store import lease
 from stepkeeper.run_store.paths import RunDirectory
 from tests.diagnosis.test_explain import START, explained, write
@@ -48,13 +48,13 @@ def silent(run: RunDirectory, following: on.AttemptStarted) -> None:
 def test_who_had_the_job_run_again_tells_what_was_lost(
     rescued_by: str, nodes: tuple[str, ...], cause: Cause, node: str
 ) -> None:
-    (piece,) = unclean_exit.evidence(FIRST, again(*nodes), rescued_by)
+    (piece,) = collect.of_unclean_exit(FIRST, again(*nodes), rescued_by)
 
     assert (piece.cause, piece.node) == (cause, node)
 
 
 def test_of_a_job_that_somebody_submitted_again_nothing_is_claimed() -> None:
-    assert unclean_exit.evidence(FIRST, again("n1", "n2", job_id=13), "") == []
+    assert collect.of_unclean_exit(FIRST, again("n1", "n2", job_id=13), "") == []
 
 
 def test_a_job_that_slurm_requeued_for_a_lost_node_is_explained(command: Command, run: RunDirectory) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import selection
+from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.frameworks.following import Following, follow
 from stepkeeper.submit import own_script
 

@@ -16,6 +16,7 @@ from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.choosing import How, Judged, State, judge
+from stepkeeper.frameworks.script import Script
 from stepkeeper_trainer.formats.reading import Reading
 from tests.frameworks import layouts
 from tests.frameworks.layouts import LAYOUTS, Layout
@@ -411,24 +412,23 @@ def test_a_variable_that_no_setting_has_is_an_error(
     ],
 )
 def test_a_script_is_recognised_by_its_imports_without_running_it(
-    text: str, expected: str | None, tmp_path: Path
+    text: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "train.py").write_text(text)
-
-    found = recognise.of_command(["python", "train.py", "--x"], tmp_path, recognise.known())
+    monkeypatch.chdir(tmp_path)
+    found = recognise.of_script(Script(("python", "train.py", "--x"), "train.py", text), recognise.known())
 
     assert (found.framework.name if found else None) == expected
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_command_is_recognised_by_its_words(tmp_path: Path) -> None:
+def test_a_command_is_recognised_by_its_words() -> None:
     for words, expected in (
         (["deepspeed", "--num_gpus", "2", "train.py"], "deepspeed"),
         (["torchrun", "-m", "torchtitan.train", "--x"], "torchtitan"),
         (["python", "/opt/Megatron-LM/pretrain_gpt.py"], "megatron"),
         (["llamafactory-cli", "train", "a.yaml"], "huggingface"),
     ):
-        found = recognise.of_command(words, tmp_path, recognise.known())
+        found = recognise.of_script(Script(tuple(words)), recognise.known())
         assert found is not None
         assert found.framework.name == expected
         assert found.why

@@ -234,7 +234,8 @@ import sys, time
 from stepkeeper.node_agent.sensors.nvml import NvmlProcess, Patience
 from stepkeeper.node_agent.sensors.readings import NvmlState
 told = []
-process = NvmlProcess(told.append, patience=Patience(stuck_after_s=0.2, stuck_again_s=0.2, abandon_after_s=0.4))
+patience = Patience(stuck_after_s=0.2, stuck_again_s=0.2, abandon_after_s=0.4)
+process = NvmlProcess(told.append, patience=patience, on_failure=print)
 process.start()
 while not any("cannot be killed" in status.detail for status in told):
     time.sleep(0.01)

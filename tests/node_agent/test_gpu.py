@@ -34,7 +34,7 @@ def readings(look: nvml.Once) -> Iterator[queue.SimpleQueue[Reading]]:
     """Everything that NVML says from now on."""
     assert look.status.gpus
     found: queue.SimpleQueue[Reading] = queue.SimpleQueue()
-    process = nvml.NvmlProcess(found.put, health_every_s=5.0)
+    process = nvml.NvmlProcess(found.put, health_every_s=5.0, on_failure=print)
     process.start()
     limit = time.monotonic() + SEEN_S
     while not isinstance(first := found.get(timeout=max(0.1, limit - time.monotonic())), NvmlStatus):

@@ -13,6 +13,7 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import (
+    Announced,
     BusStatus,
     Choice,
     Failure,
@@ -25,6 +26,7 @@ from stepkeeper.core.state import (
     Plan,
     Query,
     Question,
+    Ranks,
     Resting,
     State,
     Timer,
@@ -85,7 +87,7 @@ def _states() -> dict[str, State]:
     training = replace(
         clearing,
         phase=Phase.TRAINING,
-        launch=replace(clearing.launch, running=True, library_seen=True, step=900),
+        launch=replace(clearing.launch, ranks=Ranks.RUNNING, announced=Announced.LIBRARY, step=900),
         timers=Timers(),
     )
     leave = Plan(next=Next.REQUEUE, why=(because.SlurmSaid(notice=Notice.PREEMPTED, slurm_state="RUNNING"),))
@@ -101,14 +103,14 @@ def _states() -> dict[str, State]:
         saving,
         phase=Phase.STOPPING,
         leaving=replace(saving.leaving, plan=again),
-        launch=replace(saving.launch, saving=None, killed=True),
+        launch=replace(saving.launch, saving=None, ranks=Ranks.KILLED),
         timers=Timers({Timer.KILL: AT + 60}),
     )
     closing = replace(
         stopping,
         phase=Phase.CLOSING,
         leaving=replace(stopping.leaving, plan=leave),
-        launch=replace(stopping.launch, running=False),
+        launch=stopping.launch.ended(),
         timers=Timers({Timer.WATCHERS_LEAVE: AT + 60}),
     )
     ending = replace(closing, leaving=replace(closing.leaving, plan=replace(leave, next=Next.END)))

@@ -15,7 +15,6 @@ from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics import history, timeline
-from stepkeeper.run_analytics import model as row_files
 from stepkeeper.run_analytics.model import SECOND, Rows
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import command, losses
@@ -24,7 +23,7 @@ from stepkeeper.run_analytics.timeline import OnDisk, Timeline
 from stepkeeper.run_store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
 from tests.report.big import Big
-from tests.run_analytics.build import START, Journal, wrong_loss
+from tests.run_analytics.build import START, Journal, read_rows, wrong_loss
 from tests.run_analytics.test_timeline import RECORDED, assert_adds_up, failed_and_relaunched
 
 ABOUT = About(name="run", path="/runs/run", made_at=round(START) * SECOND, version="1")
@@ -58,7 +57,7 @@ class Page(HTMLParser):
 def recorded() -> Timeline:
     told = history.read_history(journal.read(RECORDED / "journal.jsonl"))
     found = timeline.checkpoints(told, None, None)
-    return timeline.build(told, row_files.read_rows(RECORDED / "metrics.csv"), found)
+    return timeline.build(told, read_rows(RECORDED / "metrics.csv"), found)
 
 
 def test_it_says_what_a_person_wants_to_know() -> None:

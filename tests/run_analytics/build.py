@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
+from stepkeeper.reason_text import text
 from stepkeeper.run_analytics import history, timeline
-from stepkeeper.run_analytics.model import Key, Rows
+from stepkeeper.run_analytics.model import Key, Rows, RowTable
 from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store.journal import VERSION, Record
 
@@ -138,3 +139,11 @@ def wrong_loss() -> Journal:
         word = {"launch": 0, "step": step, "tokens": 0, "not_finite": True, "step_seconds": 1.0}
         told.tell(on.Progressed(at=START + step, **word))  # type: ignore[arg-type]
     return told
+
+
+def read_rows(path: Path) -> dict[Key, Rows]:
+    """Return what a file of metrics holds of each launch."""
+    table = RowTable()
+    for line in path.read_bytes().splitlines():
+        table.take(line)
+    return table.rows

@@ -12,7 +12,7 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.state import Launch, Resume, State
+from stepkeeper.core.state import Launch, Ranks, Resume, State
 from stepkeeper.run_analytics import follow, progress
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.run_analytics.progress import Row
@@ -150,7 +150,7 @@ def test_a_launch_has_a_number_only_when_it_was_started() -> None:
 def test_a_launch_begins_at_the_step_that_it_goes_on_from() -> None:
     preparing, running = (
         State(launch=Launch(number=1), resume=Resume(step=100)),
-        State(launch=Launch(number=1, running=True), resume=Resume(step=100)),
+        State(launch=Launch(number=1, ranks=Ranks.RUNNING), resume=Resume(step=100)),
     )
     cleared = on.NodesCleared(at=2.0, launch=1, address="n1", port=1, nodes=("n1",))
     before = msgspec.structs.replace(all_tasks_started(), launched=True, step=130, tokens=9, loss=0.5)

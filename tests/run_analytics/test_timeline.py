@@ -12,16 +12,15 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
+from stepkeeper.reason_text import text
 from stepkeeper.run_analytics import history, timeline
-from stepkeeper.run_analytics import model as row_files
 from stepkeeper.run_analytics.model import SECOND, Ending, Rows, Use
 from stepkeeper.run_analytics.timeline import RunState, Timeline
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.journal import VERSION, Record
 from tests.core import histories
 from tests.core.realistic import realistic
-from tests.run_analytics.build import START, Journal, killed, see, wrong_loss
+from tests.run_analytics.build import START, Journal, killed, read_rows, see, wrong_loss
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -352,7 +351,7 @@ def test_a_journal_that_tells_nothing_is_an_empty_timeline() -> None:
 def test_a_recorded_run_adds_up() -> None:
     """A rank was killed and a job preempted: a run of the reference script on a real Slurm."""
     seen = timeline.build(
-        history.read_history(journal.read(RECORDED / "journal.jsonl")), row_files.read_rows(RECORDED / "metrics.csv")
+        history.read_history(journal.read(RECORDED / "journal.jsonl")), read_rows(RECORDED / "metrics.csv")
     )
 
     assert_adds_up(seen)

@@ -14,7 +14,7 @@ from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.stragglers import Suspect
-from stepkeeper.run_store import journal, old_names
+from stepkeeper.run_store import journal, old_journals
 from stepkeeper.run_store.recorder import ALL_KEYS
 from stepkeeper.watcher import messages as lines
 
@@ -36,7 +36,7 @@ EFFECTS: dict[str, dict[str, Any]] = {
 
 def record(**fields: Any) -> journal.Record:
     line = msgspec.json.encode(FRAME | {"event": {"event": "tick", "at": 1.0}} | fields)
-    return msgspec.json.decode(old_names.translate(line), type=journal.Record)
+    return msgspec.json.decode(old_journals.translate(line), type=journal.Record)
 
 
 @pytest.mark.parametrize("run", ["run-0.1", "run-0.1-failures"])
@@ -48,19 +48,19 @@ def test_every_record_of_an_earlier_release_is_read(run: str) -> None:
 
 
 def test_every_old_tag_is_read_as_the_one_of_today() -> None:
-    assert EVENTS.keys() == old_names.EVENTS.keys()
-    assert EFFECTS.keys() == old_names.EFFECTS.keys()
+    assert EVENTS.keys() == old_journals.EVENTS.keys()
+    assert EFFECTS.keys() == old_journals.EFFECTS.keys()
     for old, fields in EVENTS.items():
         event: Event = record(event={"event": old, "at": 1.0, **fields}).event
-        assert event.__struct_config__.tag == old_names.EVENTS[old]
+        assert event.__struct_config__.tag == old_journals.EVENTS[old]
     for old, fields in EFFECTS.items():
         effect: Effect = record(effects=[{"effect": old, **fields}]).effects[0]
-        assert effect.__struct_config__.tag == old_names.EFFECTS[old]
+        assert effect.__struct_config__.tag == old_journals.EFFECTS[old]
 
 
 def test_reasons_that_were_merged_are_read_with_the_fact_that_they_were() -> None:
     facts: dict[str, Any] = {"nodes": ["a"], "node": "a", "text": "x", "by": "ada", "failures": 3, "stacks": "s"}
-    for old, new in old_names.REASONS.items():
+    for old, new in old_journals.REASONS.items():
         reason = {"reason": old, **facts} if old != "node_given_back" else {"reason": old}
         read = record(reasons=[reason], effects=[{"effect": "exit", "code": 0, "reasons": [reason]}])
         assert read.reasons == read.effects[0].reasons
@@ -81,14 +81,14 @@ def test_old_fields_keep_their_values() -> None:
 
 
 def test_old_fields_of_the_state_are_fields_of_today() -> None:
-    missed = record(missed=dict.fromkeys(old_names.STATE, "x") | {"step": 3}).missed
+    missed = record(missed=dict.fromkeys(old_journals.STATE, "x") | {"step": 3}).missed
 
-    assert set(missed) == {*old_names.STATE.values(), "step"}
+    assert set(missed) == {*old_journals.STATE.values(), "step"}
     assert set(missed) <= set(ALL_KEYS)
 
 
 def test_old_rules_of_a_diagnosis_are_read_as_the_ones_of_today() -> None:
-    for old, new in old_names.RULES.items():
+    for old, new in old_journals.RULES.items():
         judged = {"event": "judged", "at": 1.0, "launch": 0, "cause": "cancelled", "rule": old, "confidence": 0.4}
         found = {"reason": "cause_found", "cause": "cancelled", "rule": old, "confidence": 0.4}
         read = record(event=judged, reasons=[found])
@@ -107,7 +107,7 @@ def test_old_values_of_settings_are_read_as_the_ones_of_today(run: str) -> None:
 def test_a_record_of_today_is_not_touched() -> None:
     line = msgspec.json.encode(FRAME | {"event": {"event": "suspended", "at": 1.0, "seconds": 9.0}, "baseline": {}})
 
-    assert old_names.translate(line) is line
+    assert old_journals.translate(line) is line
 
 
 def test_what_was_renamed_in_the_code_keeps_its_name_in_journals_and_on_the_bus() -> None:

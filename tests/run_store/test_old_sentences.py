@@ -13,7 +13,7 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.faults import was_lost
 from stepkeeper.run_analytics import history, timeline
-from stepkeeper.run_store import journal, old_sentences
+from stepkeeper.run_store import journal, old_journals
 from stepkeeper.simulate.replay import replay
 
 TESTS = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ STORED = [TESTS / "fixtures/run-0.1", TESTS / "fixtures/run-0.1-failures", TESTS
     ],
 )  # fmt: skip
 def test_what_something_depends_on_is_typed(text: str, reasons: because.Why) -> None:
-    assert old_sentences.typed(text) == reasons
+    assert old_journals.typed(text) == reasons
 
 
 @pytest.mark.parametrize("stored", STORED[:2], ids=lambda path: path.name)
@@ -98,7 +98,7 @@ def test_effects_exclusions_and_changes_of_the_state_are_read_too() -> None:
         },
     }  # fmt: skip
 
-    record = msgspec.convert(old_sentences.record(old), journal.Record)
+    record = msgspec.convert(old_journals.record(old), journal.Record)
 
     ended, _, judged = record.effects
     assert isinstance(ended, do.Exit)

@@ -16,9 +16,9 @@ from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import BESIDE as TIMERS_BESIDE
-from stepkeeper.core.state import State, Timer
+from stepkeeper.core.state import Announced, Launch, Ranks, State, Timer
 from stepkeeper.run_store import journal
-from stepkeeper.run_store.recorder import BESIDE, KEYS, Recorder, changed, changes
+from stepkeeper.run_store.recorder import BESIDE, FLAGS, KEYS, Recorder, changed, changes
 from stepkeeper.simulate.replay import replay
 from stepkeeper.simulate.scenario import given_training, parse
 from stepkeeper.simulate.simulator import Simulator
@@ -182,8 +182,29 @@ def test_each_field_of_the_state_has_one_key() -> None:
     fields = [("", name) for name in State.__struct_fields__ if name not in (*RECORDS, "timers")]
     fields += [(record, name) for record in RECORDS for name in getattr(state, record).__struct_fields__]
 
-    assert sorted(KEYS.values()) == sorted(fields)
+    assert sorted([*KEYS.values(), ("launch", "ranks"), ("launch", "announced")]) == sorted(fields)
     assert {*BESIDE.values()} == {*TIMERS_BESIDE}
+
+
+@pytest.mark.parametrize("announced", Announced)
+@pytest.mark.parametrize("ranks", Ranks)
+def test_what_holds_of_a_launch_is_said_one_by_one_as_journals_always_did(ranks: Ranks, announced: Announced) -> None:
+    state = State(launch=Launch(ranks=ranks, announced=announced))
+    said = changes(State(), state)
+
+    assert set(said) <= set(FLAGS)
+    assert changed(State(), said) == state
+    assert changed(state, dict.fromkeys(FLAGS, False)) == State()
+
+
+def test_a_flag_alone_changes_what_it_says_and_nothing_else() -> None:
+    runs = State(launch=Launch(ranks=Ranks.RUNNING, announced=Announced.LIBRARY))
+
+    assert changed(runs, {"killed": True}).launch == Launch(ranks=Ranks.KILLED, announced=Announced.LIBRARY)
+    assert changed(runs, {"running": False}).launch == Launch(announced=Announced.LIBRARY)
+    assert changed(runs, {"library_seen": False}).launch == Launch(
+        ranks=Ranks.RUNNING, announced=Announced.TASKS_STARTED
+    )
 
 
 def test_a_journal_that_says_only_until_when_is_read() -> None:

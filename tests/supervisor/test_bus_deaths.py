@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from stepkeeper.core import events as on
@@ -52,3 +55,23 @@ def test_a_watcher_that_slurm_ends_with_its_bus_is_not_lost(death: str, size: in
     events = play(death, size=size)
     assert [each.node for each in events if isinstance(each, on.WatcherLost)] == lost
     assert isinstance(events[-1], on.BusEnded)
+
+
+def test_the_srun_of_a_bus_that_another_one_replaces_is_ended_though_it_does_not_hear() -> None:
+    inbox = Inbox(Clock())
+    bus = Bus(
+        1,
+        ["sh", "-c", "printf '%s' \"$READY\"; trap '' TERM; while :; do sleep 0.1; done"],
+        {"READY": lines.encode(lines.Ready(node="a", pid=1, version="1")).decode(), "PATH": os.environ["PATH"]},
+        inbox=inbox,
+        attempt=0,
+        note=lambda *_: None,
+        on_shard=lambda _shard: None,
+    )
+
+    assert isinstance(inbox.get(ANSWER_S), on.WatcherReady)
+    bus.abandon()
+    ended = inbox.get(ANSWER_S)
+
+    assert isinstance(ended, on.BusEnded)
+    assert ended.code == -signal.SIGKILL

@@ -1,13 +1,36 @@
-"""Every word of a rank becomes an event with all that it says."""
+"""Every message of a rank becomes an event with all that it says."""
 
+from __future__ import annotations
+
+import msgspec
 import pytest
 
-from stepkeeper.supervisor.sources.bus import _EVENTS, LEFT_OUT
+from stepkeeper.supervisor.sources.bus import EVENTS
+from stepkeeper_trainer.formats import messages as words
+
+ENVELOPE = {"at", "launch", "node"}  # of the bus
+NOT_FOR_THE_RULES = {  # gathered by the watchers, or for the log
+    words.Hello: {"world_size", "pid", "version"},
+    words.Progress: {"rank", "own_seconds", "loading_seconds"},
+}
+NOT_OF_A_RANK = {words.Progress: {"printed"}}  # what an event of this kind says where it comes from elsewhere
 
 
-@pytest.mark.parametrize("word", _EVENTS, ids=lambda word: word.__name__)
-def test_an_event_holds_every_field_of_its_word(word):
-    """A field that only one of them had would end the bus with the first such word."""
-    said = set(word.__struct_fields__) - LEFT_OUT
+def fields(kind: type[msgspec.Struct]) -> dict[str, tuple[object, object]]:
+    """Return the type and the default of each field, by name."""
+    return {field.name: (field.type, field.default) for field in msgspec.structs.fields(kind)}
 
-    assert said <= set(_EVENTS[word].__struct_fields__)
+
+def test_every_message_has_an_event() -> None:
+    assert {*EVENTS, words.TaskStarted} == set(words.FromRank.__args__)
+
+
+@pytest.mark.parametrize("word", EVENTS, ids=lambda word: word.__name__)
+def test_an_event_declares_what_its_message_declares(word: type[words.FromRank]) -> None:
+    """A field that only one of them has would be lost, and one of another type would end the bus."""
+    said, kept = fields(word), fields(EVENTS[word])
+
+    assert said.keys() - kept.keys() - ENVELOPE == NOT_FOR_THE_RULES.get(word, set())
+    assert kept.keys() - said.keys() - ENVELOPE == NOT_OF_A_RANK.get(word, set())
+    shared = said.keys() & kept.keys() - ENVELOPE
+    assert {name: said[name] for name in shared} == {name: kept[name] for name in shared}

@@ -14,12 +14,11 @@ import pytest
 import structlog
 
 from stepkeeper.cli import attempt
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.frameworks import choosing
-from stepkeeper.frameworks.adapters.generic import Generic
+from stepkeeper.frameworks.adapters.generic import Generic, Patterns
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.loop_tools import Clock
@@ -260,7 +259,8 @@ def test_ranks_that_were_ended_from_outside_have_not_finished(
     case = Case(tmp_path, framework="huggingface", patterns=None)
     trainer_state(case.root, 20, 20)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit {code}\n")
+    # a child of it that has not become another program yet would look like srun's second process, which we end
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"{said}\" >&2\nexit {code}\n")
     (tmp_path / "bin" / "srun").chmod(0o755)
     job = Job(
         command=("python", "train.py"),

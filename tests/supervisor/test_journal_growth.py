@@ -27,6 +27,10 @@ class SizedJournal:
     def __init__(self):
         self.bytes = 0
         self.records = []
+        self.failed = ""
+
+    def flush(self, _within_s):
+        return True
 
     def append(self, record):
         self.bytes += len(msgspec.json.encode(record)) + 1

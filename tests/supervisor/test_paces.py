@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from stepkeeper.core import events as on
-from stepkeeper.supervisor.sources.bus import _EVENTS as RANK_EVENTS
-from stepkeeper.supervisor.sources.bus import LEFT_OUT, SLOWEST_REPORTED, Paces
+from stepkeeper.supervisor.sources.bus import SLOWEST_REPORTED, Paces
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.ranks import EVERY_S, WORDS_MAX, NodePace
 from stepkeeper_trainer.formats.messages import Progress
@@ -102,12 +99,6 @@ def test_a_round_is_over_when_a_node_speaks_again() -> None:
     assert paces.receive(word("b", 0.5), 1, 40.0) == on.NodesPaced(
         at=40.0, launch=1, step=5, step_seconds=1.0, own=(("b", 0.5),)
     )  # a has not spoken since
-
-
-@pytest.mark.parametrize(("word", "event"), RANK_EVENTS.items())
-def test_every_field_of_a_ranks_word_has_its_place_in_the_event_or_is_left_out(word: type, event: type) -> None:
-    """What the watchers gather of a rank's own time is no part of its event."""
-    assert set(word.__struct_fields__) - LEFT_OUT <= set(event.__struct_fields__)
 
 
 def test_a_new_launch_begins_a_new_round() -> None:

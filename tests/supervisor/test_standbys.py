@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.core import events as on
-from stepkeeper.core.state import Launch, Leaving, Next, Phase, Plan, State
+from stepkeeper.core.state import Launch, Leaving, Next, Phase, Plan, Ranks, State
 from stepkeeper.loop_tools import Clock
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import standbys
@@ -97,7 +97,7 @@ def alive(socket: str) -> list[str]:
 
 
 def training(launch: int = 0, nodes: tuple[str, ...] = NODES, plan: Plan | None = None) -> State:
-    running = Launch(running=True, number=launch, nodes=nodes)
+    running = Launch(ranks=Ranks.RUNNING, number=launch, nodes=nodes)
     return State(phase=Phase.TRAINING, launch=running, leaving=Leaving(plan=plan))
 
 

@@ -201,7 +201,7 @@ def test_auto_saves_early_once_and_then_as_often_as_pays() -> None:
     assert cadence.interval_s == pytest.approx(best_interval_s(costs) + 0.5)
     calm = cadence.interval_s
     for day in range(5):
-        cadence.note_failure(86400.0 * day, node_hours=24.0)
+        cadence.rate.observe(86400.0 * day, node_hours=24.0, failures=1.0)
     assert cadence.interval_s < 0.6 * calm
 
 

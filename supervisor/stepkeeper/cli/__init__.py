@@ -1,4 +1,4 @@
-"""The command line: one module a command, each thin: arguments in, a call, words out.
+"""The command line: one module a command or two, each thin: arguments in, a call, words out.
 
 A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which
 returns the exit code.  A module is loaded when its command is called: the supervisor's memory does not hold the others.
@@ -33,14 +33,17 @@ COMMANDS = (
 )
 
 
+MODULES = {"save": "requests", "stop": "requests"}  # of commands whose module has another name
+
+
 class Command(Protocol):
     """What a command module has."""
 
     def add(self, subcommands: argparse._SubParsersAction[Any]) -> None:
-        """Declare its arguments."""
+        """Declare its commands and their arguments."""
         ...
 
 
 def load(name: str) -> Command:
     """Return the module of a command."""
-    return cast("Command", importlib.import_module(f"{__name__}.{name}"))
+    return cast("Command", importlib.import_module(f"{__name__}.{MODULES.get(name, name)}"))

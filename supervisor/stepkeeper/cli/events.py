@@ -12,8 +12,8 @@ import msgspec
 from stepkeeper.cli import printing
 from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.reason_text import text
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.reason_text import text
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line
 

@@ -48,8 +48,8 @@ def parser(names: Sequence[str] = COMMANDS) -> Parser:
     subcommands = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser, title="commands"
     )
-    for name in names:
-        load(name).add(subcommands)
+    for module in dict.fromkeys(map(load, names)):
+        module.add(subcommands)
     return top
 
 

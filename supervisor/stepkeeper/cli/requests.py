@@ -34,7 +34,27 @@ CANCELLED_WITHIN_S = 30.0
 RECORDS_BACK_MAX = 10_000
 
 
-def declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare both commands."""
+    save = subcommands.add_parser(
+        "save",
+        help="have a run save a checkpoint now, and go on",
+        description="Have a run save a checkpoint at the next step, and go on.  Waits until it is committed.",
+        allow_abbrev=False,
+    )
+    _declare(save, "save")
+    stop = subcommands.add_parser(
+        "stop",
+        help="have a run save a checkpoint, and end",
+        description="Have a run save a checkpoint at the next step, and end; it is not requeued.  A job that waits in "
+        "the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
+        "resume` submits the run again, and it goes on.  (`scancel JOB` ends it without a checkpoint.)",
+        allow_abbrev=False,
+    )
+    _declare(stop, "stop")
+
+
+def _declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
     """Add what both commands take."""
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
     command.add_argument("--no-wait", action="store_true", help="do not wait until it is done, only for the answer")

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.config import patterns
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import GROUP, Setting, Value
 from stepkeeper.config.values import checked, known
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.adapters.generic import Patterns, parse_patterns
 from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -154,7 +153,7 @@ def _framework(document: dict[str, Any], places: _Places) -> Patterns | None:
         document[FRAMEWORK] = table["name"]
     else:
         del document[FRAMEWORK]
-    return patterns.parse(table["generic"], places.of(f"{FRAMEWORK}.generic")) if "generic" in table else None
+    return parse_patterns(table["generic"], places.of(f"{FRAMEWORK}.generic")) if "generic" in table else None
 
 
 def _locks(lock: Any, places: _Places, entries: dict[str, Entry]) -> dict[str, str]:

@@ -14,12 +14,12 @@ import msgspec
 from stepkeeper import __version__
 from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
 from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown, value_now
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.launch import KEPT
 from stepkeeper_trainer.formats.durable import write_atomically

@@ -109,7 +109,7 @@ def _on_ranks_late(state: State, at: float, policy: Policy) -> Decision:
     why = (*plan.why, because.Late(timer=Timer.KILL))
     if plan.next is Next.RELAUNCH:  # nothing can be started beside ranks that do not die
         plan = Plan(next=Next.REQUEUE, why=why)
-    return close(replace(state, launch=replace(state.launch, running=False)), at, plan, policy)
+    return close(replace(state, launch=state.launch.ended()), at, plan, policy)
 
 
 def _on_slurm_still_away(state: State, at: float, since: float, policy: Policy) -> Decision:

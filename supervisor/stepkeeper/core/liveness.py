@@ -49,10 +49,6 @@ class Peer(msgspec.Struct, frozen=True):
         hint_at = None if self.hint_at is None else self.hint_at + seconds
         return Peer(min(at, self.last_message_at + seconds), hint_at)
 
-    def rebased(self, at: float) -> Peer:
-        """Follow a clock that was set back: else silence would not count until it is where it was."""
-        return self if at >= self.last_message_at else self.paused(at - self.last_message_at, at)
-
     def life(self, at: float) -> Life:
         """Tell whether it is alive."""
         silent_s = at - self.last_message_at
@@ -66,8 +62,3 @@ class Peer(msgspec.Struct, frozen=True):
         """When it becomes suspect."""
         late_at = self.last_message_at + SUSPECT_AFTER_S
         return late_at if self.hint_at is None else min(late_at, self.hint_at)
-
-    @property
-    def gone_at(self) -> float:
-        """When it counts as gone."""
-        return self.last_message_at + GONE_AFTER_S

@@ -16,17 +16,7 @@ from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, NodesLeft, Why
-from stepkeeper.core.state import (
-    NO_SIGNAL,
-    Blame,
-    BusStatus,
-    Next,
-    Phase,
-    Plan,
-    Question,
-    State,
-    Timer,
-)
+from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Next, Phase, Plan, Question, Ranks, State, Timer
 from stepkeeper.core.topology import close_nodes, closest, replacements
 
 # Which nodes a launch gets.  Pure.
@@ -192,7 +182,7 @@ def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
     deadline = at + policy.kill_within_s
     if state.leaving.leave_at is not None:
         deadline = min(deadline, max(state.leaving.leave_at, at) + policy.hurry_within_s)
-    state = replace(state, launch=replace(state.launch, killed=True)).waiting(Timer.KILL, deadline)
+    state = replace(state, launch=replace(state.launch, ranks=Ranks.KILLED)).waiting(Timer.KILL, deadline)
     return Decision(state, (do.KillRanks(launch=state.launch.number, reasons=why),), why)
 
 

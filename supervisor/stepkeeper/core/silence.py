@@ -146,8 +146,7 @@ def _next_look_at(state: State, at: float, policy: Policy) -> float:
     """Return when the look after this early one is due: the first one takes no time of the patience that follows."""
     if not state.silence.certain_s:
         return at + state.silence.early_s
-    ends_at = state.timers.get(Timer.HANG)
-    assert ends_at is not None, "a look has an end"
+    ends_at = state.timers.at.get(Timer.HANG, at)
     return max(at, ends_at - policy.stacks_within_s + state.silence.certain_s)
 
 

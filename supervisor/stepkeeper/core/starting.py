@@ -42,6 +42,7 @@ from stepkeeper.core.state import (
     Nodes,
     Phase,
     Plan,
+    Ranks,
     Silence,
     SlurmReachability,
     State,
@@ -248,7 +249,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         phase=Phase.TRAINING,
         timers=timers,
         start=replace(state.start, unfit_since=None),
-        launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, running=True),
+        launch=Launch(number=state.launch.number, nodes=nodes, began_at=event.at, ranks=Ranks.RUNNING),
         budgets=replace(state.budgets, failure_counted=False),
         leaving=replace(state.leaving, eviction_confirmed=False, plan=None),
         watchers=replace(state.watchers, reachability=SlurmReachability.NONE),
@@ -298,4 +299,4 @@ def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> 
     if not state.launch.runs(event.launch):
         return Decision(state)
     plan = Plan(next=Next.END, why=(because.LaunchRefused(error=event.error),), code=ExitCode.START_FAILED)
-    return stop(replace(state, launch=replace(state.launch, running=False)), event.at, plan, policy)
+    return stop(replace(state, launch=state.launch.ended()), event.at, plan, policy)

@@ -305,17 +305,32 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     verifying: str | None = None  # the last directory, read back while the ranks leave
 
 
+class Ranks(StrEnum):
+    """Whether ranks of a launch may run."""
+
+    NONE = "none"  # not yet, or no more
+    RUNNING = "running"  # from StartLaunch to LaunchEnded
+    KILLED = "killed"  # they may still run
+    GONE = "gone"  # they were killed
+
+
+class Announced(StrEnum):
+    """What the ranks of a launch have said of themselves."""
+
+    NOTHING = "nothing"
+    TASKS_STARTED = "tasks started"  # every task has, or a rank spoke
+    LIBRARY = "library"  # a rank with the trainer library said hello
+    WITHDRAWN = "withdrawn"  # then rank 0 said that it saves nothing on request any more
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The launch that runs, or ran last; a new record with each.  Its number counts on while the next is prepared."""
 
     number: int = 0
     nodes: tuple[str, ...] = ()
     began_at: float | None = None
-    running: bool = False  # ranks may run: from StartLaunch to LaunchEnded
-    killed: bool = False
-    all_tasks_started: bool = False  # every task has, or a rank spoke
-    library_seen: bool = False  # a rank with the trainer library said hello
-    library_withdrawn: bool = False  # then rank 0 said that it saves nothing on request any more
+    ranks: Ranks = Ranks.NONE
+    announced: Announced = Announced.NOTHING
     bus_restarted: bool = False  # messages of its ranks may be lost
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # the last one completed, as far as reported
@@ -325,6 +340,35 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     paced: bool = False  # it was compared with those before
     first_failure: Why = ()  # what the first rank that failed said
     found: Finding | None = None  # why it failed, as we saw ourselves
+
+    @property
+    def running(self) -> bool:
+        """Whether ranks may run."""
+        return self.ranks in (Ranks.RUNNING, Ranks.KILLED)
+
+    @property
+    def killed(self) -> bool:
+        """Whether its ranks were killed."""
+        return self.ranks in (Ranks.KILLED, Ranks.GONE)
+
+    @property
+    def all_tasks_started(self) -> bool:
+        """Whether every task has started, or a rank spoke."""
+        return self.announced is not Announced.NOTHING
+
+    @property
+    def library_seen(self) -> bool:
+        """Whether its ranks save on request: the trainer library is there."""
+        return self.announced is Announced.LIBRARY
+
+    @property
+    def library_withdrawn(self) -> bool:
+        """Whether the trainer library was there, and saves nothing on request any more."""
+        return self.announced is Announced.WITHDRAWN
+
+    def ended(self) -> Launch:
+        """Return it without ranks: none of them runs any more."""
+        return replace(self, ranks=Ranks.GONE if self.killed else Ranks.NONE)
 
     def runs(self, number: int) -> bool:
         """Return whether this is the launch of that number, and its ranks may run: else its message is late."""

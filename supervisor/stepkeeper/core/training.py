@@ -28,7 +28,7 @@ from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive, printed, save_seconds, step_seconds
 from stepkeeper.core.slow_nodes import at_commit, watch_pace
-from stepkeeper.core.state import NO_SIGNAL, Blame, Next, Phase, Plan, State, Timer
+from stepkeeper.core.state import NO_SIGNAL, Announced, Blame, Next, Phase, Plan, State, Timer
 
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75
@@ -49,11 +49,9 @@ def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Deci
 def _with_tasks_started(state: State, at: float, policy: Policy) -> State:
     """The launch need not be waited for, but the first message of the library.  A lost watcher keeps its deadline."""
     waited_for = not state.launch.all_tasks_started and state.phase is Phase.TRAINING and all_ready(state)
-    state = replace(
-        state,
-        launch=replace(state.launch, all_tasks_started=True),
-        start=replace(state.start, slurm_away_since=None),
-    )
+    if not state.launch.all_tasks_started:
+        state = replace(state, launch=replace(state.launch, announced=Announced.TASKS_STARTED))
+    state = replace(state, start=replace(state.start, slurm_away_since=None))
     return state.waiting(Timer.LIBRARY, at + policy.announce_within_s) if waited_for else state
 
 
@@ -85,7 +83,7 @@ def _on_unable(state: State, event: on.RankHello) -> Decision:
     if event.rank or state.launch.library_withdrawn:
         return Decision(state)
     state = _library_answers(state)
-    launch = replace(state.launch, library_seen=False, library_withdrawn=True, saving=None)
+    launch = replace(state.launch, announced=Announced.WITHDRAWN, saving=None)
     silence = replace(state.silence, looking=False)
     state = replace(state, launch=launch, silence=silence).beside(Timer.HANG, None)
     return Decision(state, (), (because.NotAttached(framework=event.framework, error=event.unable),))
@@ -94,7 +92,7 @@ def _on_unable(state: State, event: on.RankHello) -> Decision:
 def _library_answers(state: State) -> State:
     """The trainer library is there: it need not be waited for.  A lost watcher keeps its deadline."""
     waited_for = not state.launch.library_seen and state.phase is Phase.TRAINING and all_ready(state)
-    launch = replace(state.launch, library_seen=True, library_withdrawn=False, all_tasks_started=True)
+    launch = replace(state.launch, announced=Announced.LIBRARY)
     state = replace(state, launch=launch, start=replace(state.start, slurm_away_since=None))
     return state.waiting_for_nothing() if waited_for else state
 
@@ -318,7 +316,7 @@ def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Deci
     """No rank runs any more: go on with the plan, or find out what happened."""
     if not state.launch.runs(event.launch):
         return Decision(state)
-    state = replace(state, launch=replace(state.launch, running=False, saving=None))
+    state = replace(state, launch=replace(state.launch.ended(), saving=None))
     if event.finished:
         finished = Plan(next=Next.END, why=(because.TrainingFinished(step=event.step),), code=ExitCode.FINISHED)
         return close(state, event.at, finished, policy)

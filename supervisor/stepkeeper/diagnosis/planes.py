@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
-from stepkeeper.core.reason_text import text as in_words
 from stepkeeper.core.reasons import Finding
 from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.reason_text import text as in_words
 
 EXIT_FINISHED, EXIT_STOPPED, EXIT_GAVE_UP = 0, 75, 93
 SIGKILL, SIGTERM = 9, 15

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import choosing, recognise
-from stepkeeper.frameworks.adapters.generic import Generic
+from stepkeeper.frameworks.adapters.generic import Generic, Patterns
 from stepkeeper.frameworks.choosing import How, Judged
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper_trainer.formats.reading import Reading

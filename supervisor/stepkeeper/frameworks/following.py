@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import recognise
+from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.frameworks.asking import Newest
 from stepkeeper.frameworks.framework import Framework, WorldChange, Writes
 from stepkeeper.frameworks.recognise import Finding

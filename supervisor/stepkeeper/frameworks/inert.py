@@ -53,7 +53,6 @@ class Read:
     hostile: list[Named] = field(default_factory=list)  # of these, what runs programs or code
 
 
-_MARK = object()
 _PLAIN = {
     "builtins": {
         "set", "frozenset", "dict", "list", "tuple", "int", "float", "complex", "str", "bytes", "bytearray", "bool",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import pkgutil
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from stepkeeper.frameworks import adapters
 from stepkeeper.frameworks.framework import Framework
-from stepkeeper.frameworks.script import SCRIPT_BYTES_MAX, Script
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper.frameworks.script import Script
 
 AUTO, NONE = "auto", "none"
 _LAUNCHERS = ("deepspeed",)
@@ -70,14 +67,6 @@ def of_directory(path: Path, frameworks: dict[str, Framework]) -> Finding | None
     return None
 
 
-def of_command(command: Sequence[str], directory: Path, frameworks: dict[str, Framework]) -> Finding | None:
-    """Recognise what a command starts: by its words, then by the imports of its Python script."""
-    for word in command:
-        if word.endswith(".py"):
-            return of_script(Script(tuple(command), word, _read(directory / word)), frameworks)
-    return of_script(Script(tuple(command)), frameworks)
-
-
 def of_script(script: Script, frameworks: dict[str, Framework]) -> Finding | None:
     """Recognise what a script uses.  A launcher's word counts last: `deepspeed` starts any script."""
     programs = {name: each for name, each in frameworks.items() if name not in _LAUNCHERS}
@@ -116,11 +105,3 @@ def _of_imports(script: Script, frameworks: dict[str, Framework]) -> Finding | N
             if any(module == name or module.startswith(f"{name}.") for module in script.modules):
                 return Finding(framework, f"{script.name} imports {name}")
     return None
-
-
-def _read(path: Path) -> str:
-    """Return the text of a script; nothing where it cannot be read."""
-    try:
-        return read_plain(Path(os.path.realpath(path)), SCRIPT_BYTES_MAX).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""

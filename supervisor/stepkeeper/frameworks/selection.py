@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stepkeeper.config import resolve
-from stepkeeper.config.patterns import Patterns
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import recognise
-from stepkeeper.frameworks.adapters.generic import Generic
+from stepkeeper.frameworks.adapters.generic import Generic, Patterns
 from stepkeeper.frameworks.framework import Framework
 from stepkeeper.frameworks.recognise import AUTO, NONE, Finding
 

@@ -63,7 +63,9 @@ class Acts:
                 on.JobsListed(at=self._now(), incident=effect.incident, jobs=here.jobs, uids=here.uids, error=error)
             )
 
-        self._inbox.run_thread("jobs", work)
+        self._inbox.run_optional(
+            "jobs", work, answer=lambda error: on.JobsListed(at=self._now(), incident=effect.incident, error=error)
+        )
 
     def ask_nodes(self, effect: do.AskNodes) -> None:
         """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
@@ -93,7 +95,11 @@ class Acts:
                 )
             )
 
-        self._inbox.run_thread("slurm", work)
+        self._inbox.run_optional(
+            "slurm",
+            work,
+            answer=lambda error: on.NodesAnswered(at=self._now(), call=effect.call, alone=effect.alone, error=error),
+        )
 
     def _cluster_size(self) -> int:
         try:
@@ -124,7 +130,7 @@ class Acts:
             found = self._check()
             self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))
 
-        self._inbox.run_thread("check", work)
+        self._inbox.run_optional("check", work, answer=lambda error: self._answered(effect.call, error))
 
     def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
         """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
@@ -142,10 +148,12 @@ class Acts:
 
     def _answer(self, number: int, name: str, act: Callable[[], str]) -> None:
         def work() -> None:
-            error = act()
-            self._inbox.put(on.CallAnswered(at=self._now(), call=number, error=error))
+            self._inbox.put(self._answered(number, act()))
 
-        self._inbox.run_thread(name, work)
+        self._inbox.run_optional(name, work, answer=lambda error: self._answered(number, error))
+
+    def _answered(self, number: int, error: str) -> on.CallAnswered:
+        return on.CallAnswered(at=self._now(), call=number, error=error)
 
     def _now(self) -> float:
         return self._inbox.clock.now()

@@ -22,7 +22,7 @@ from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.decide import decide
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Incident, Mode, Outcome, State
-from stepkeeper.node_agent.sensor_health import KERNEL_LOG, SensorHealth
+from stepkeeper.node_agent.evaluate import KERNEL_LOG, SensorHealth
 from stepkeeper.node_agent.sensors import nvml
 from stepkeeper.node_agent.sensors.evidence import Roots, device_addresses
 from stepkeeper.node_agent.sensors.readings import (
@@ -70,7 +70,7 @@ class Agent:
         self.policy = config.policy
         self.state = state
         self.log = log
-        self.inbox = Inbox(clock or Clock())
+        self.inbox = Inbox(clock or Clock(), self._part_failed)
         self._book = book
         book.on_failure = self.inbox.fail
         self._systemd = systemd
@@ -102,7 +102,7 @@ class Agent:
         self._verdicts = fitness.VerdictWriter(
             config.run_path / fitness.VERDICT_NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
-            on_failure=self.inbox.fail,
+            on_failure=lambda error: self.inbox.failed("verdict", error),
         )
         self._shown: fitness.Verdict | None = None
         self._verdict_at = 0.0
@@ -120,6 +120,7 @@ class Agent:
 
     def run(self) -> None:
         """Take items until asked to stop."""
+        self.inbox.watch_threads("other")
         self._record_boot()
         self._feed(on.Started(at=self.inbox.clock.now()))
         self._sources.start()
@@ -142,6 +143,9 @@ class Agent:
                 self.log.warning("ledger_late", error=self._book.failed)
         self.log.info("agent_stopped", why=self._stopping)
 
+    def _part_failed(self, part: str, error: BaseException, trace: str) -> None:
+        self.log.error("part_failed", part=part, error=repr(error), traceback=trace)
+
     # --- for the socket, from its thread ----------------------------------------------------------
 
     def seen(self) -> list[protocol.Seen]:
@@ -159,7 +163,7 @@ class Agent:
             self._asked.append(request)
             if not self._look_runs:
                 self._look_runs = True
-                self.inbox.run_thread("look", self._look)
+                self.inbox.run_optional("look", self._look)
 
     def _look(self) -> None:
         while True:
@@ -169,12 +173,15 @@ class Agent:
                     self._look_runs = False
                     return
             if self.config.test.nvml:
-                found = nvml.once(LOOK_WITHIN_S)
-                self.inbox.put(found.status)
-                for health in found.health:
-                    self.inbox.put(health)
+                self.inbox.guard("look", self._look_once)()
             # behind what was just read, so that it counts
             self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
+
+    def _look_once(self) -> None:
+        found = nvml.once(LOOK_WITHIN_S)
+        self.inbox.put(found.status)
+        for health in found.health:
+            self.inbox.put(health)
 
     def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
         faults = [_seen(each, self.policy.mode) for each in _to_leave_for(self.state)]
@@ -192,11 +199,12 @@ class Agent:
         elif isinstance(item, READINGS):
             self._log_reading(item)
             self._note_sensor_health(item)
-            for event in self._judging.events(item, self.inbox.clock.now()):
+            # one that cannot be judged would be the next agent's first one, and its last
+            for event in self.inbox.guard("judging", self._judging.events)(item, self.inbox.clock.now()) or ():
                 self._feed(event)
             if self._judging.wants_listing and not self._listing_runs:
                 self._listing_runs = True
-                self.inbox.run_thread("listing", self._list_again)
+                self.inbox.run_optional("listing", self._list_again)
         else:
             self._feed(item)
 
@@ -204,8 +212,11 @@ class Agent:
         """Have the GPUs listed once more: NVML's process says only once which there are."""
         self._stopped.wait(LISTED_AGAIN_AFTER_S + LISTED_AGAIN_MARGIN_S)
         if not self._stopped.is_set():
-            self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
+            self.inbox.guard("listing", self._list_once)()
         self.inbox.put(Do(self._listed_again))
+
+    def _list_once(self) -> None:
+        self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
 
     def _listed_again(self) -> None:
         self._listing_runs = False

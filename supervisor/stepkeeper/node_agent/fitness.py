@@ -120,26 +120,20 @@ class VerdictWriter:
     """Writes the newest verdict on a thread of its own: a slow disk delays no drain."""
 
     def __init__(
-        self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], None]
+        self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], object]
     ) -> None:
-        """`on_failure` gets a mistake of ours: the thread ends with it."""
+        """`on_failure` gets a mistake of ours: the next verdict is written all the same."""
         self._path = path
         self._on_error = on_error
         self._on_failure = on_failure
         self._changed = threading.Event()
         self._newest: Verdict | None = None
-        threading.Thread(target=self._write, name="verdict", daemon=True).start()
+        threading.Thread(target=self._write_on, name="verdict", daemon=True).start()
 
     def show(self, verdict: Verdict) -> None:
         """Hand over the newest verdict; returns at once."""
         self._newest = verdict
         self._changed.set()
-
-    def _write(self) -> None:
-        try:
-            self._write_on()
-        except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
-            self._on_failure(error)
 
     def _write_on(self) -> None:
         while True:
@@ -149,3 +143,5 @@ class VerdictWriter:
                 write_atomically(self._path, msgspec.json.encode(self._newest) + b"\n", mode=0o644)
             except OSError as error:
                 self._on_error(error)
+            except Exception as error:  # noqa: BLE001 - reported
+                self._on_failure(error)

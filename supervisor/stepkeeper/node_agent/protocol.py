@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from stepkeeper.node_agent.xid.catalogue import Action, Domain
+from stepkeeper_trainer.formats.messages import fitted
 
 MESSAGE_BYTES_MAX = 4096
 EXCLUDE_MAX = 64  # nodes in one `ExpediteRequeue`
@@ -111,16 +112,13 @@ class _Tag(msgspec.Struct):
 
 _KNOWN_TO_AGENT = ("join", "look", "hasten")
 _tag = msgspec.json.Decoder(_Tag)
-_encoder = msgspec.json.Encoder()
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode(message: ToAgent | FromAgent) -> bytes:
-    """Return the packet; free text must have been shortened by the caller."""
-    packet = _encoder.encode(message)
-    assert len(packet) <= MESSAGE_BYTES_MAX, f"{type(message).__name__} has {len(packet)} bytes"
-    return packet
+    """Return the packet; free text that the caller has not shortened is cut."""
+    return fitted(message, MESSAGE_BYTES_MAX)[0]
 
 
 def decode_to_agent(packet: bytes) -> ToAgent | None:

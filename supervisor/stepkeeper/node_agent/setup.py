@@ -325,7 +325,7 @@ class SetupWatch:
 
     def start(self) -> None:
         """Begin to look."""
-        self._inbox.run_thread("setup", self._look)
+        self._inbox.run_optional("setup", self._look)
 
     def _look(self) -> None:
         self._stopped.wait(SPREAD_S * fraction(self._config.name))

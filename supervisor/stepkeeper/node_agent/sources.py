@@ -62,8 +62,11 @@ class Sources:
             resume=Position(boot_id=state.boot_id, sequence=state.known_sequence),
             allow_injected=config.test.allow_injected,
             boot=state.boot_id,
+            on_failure=inbox.fail,
         )
-        self._evidence = evidence.EvidenceReader(inbox.put, every_s=EVIDENCE_EVERY_S)
+        self._evidence = evidence.EvidenceReader(
+            inbox.put, every_s=EVIDENCE_EVERY_S, on_failure=lambda error: inbox.failed("evidence", error)
+        )
         self._stopped = threading.Event()
         self._journal: threading.Thread | None = None
         self._nvml_lock = threading.Lock()
@@ -94,7 +97,7 @@ class Sources:
         self.resume_nvml()
         self._evidence.start()
         if self._config.test.previous_journal and self._config.test.kernel_log == DEVICE:
-            self._journal = self._inbox.run_thread(
+            self._journal = self._inbox.run_optional(
                 "journal", lambda: kernel_log.previous_boot(self._take_line, stopped=self._stopped)
             )
         self._kernel_log.caught_up.wait(CAUGHT_UP_WITHIN_S)
@@ -104,7 +107,7 @@ class Sources:
         self._stopped.set()
         self.pause_nvml()
         self._kernel_log.stop()
-        self._evidence.stop()
+        self._evidence.stop(evidence.ENDS_WITHIN_S)
         self._socket.close()
         if self._journal is not None:
             self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
@@ -133,7 +136,8 @@ class Sources:
         """Start the NVML process, if it is wanted."""
         with self._nvml_lock:
             if self._config.test.nvml and self._nvml is None:
-                self._nvml = NvmlProcess(self._inbox.put, health_every_s=self._config.test.limits.health_every_s)
+                every_s = self._config.test.limits.health_every_s
+                self._nvml = NvmlProcess(self._inbox.put, health_every_s=every_s, on_failure=self._inbox.fail)
                 self._nvml.start()
 
     def _take_line(self, reading: Reading) -> None:

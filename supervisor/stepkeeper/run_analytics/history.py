@@ -12,8 +12,8 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Cause, Notice, SkippedData
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.reason_text import tag, text
 from stepkeeper.core.state import Phase
+from stepkeeper.reason_text import tag, text
 from stepkeeper.run_analytics.model import Attempt, Ending, Incident, Key, Launch, Rows, Saved, left_out_in_words, micro
 from stepkeeper.run_store.journal import Record
 

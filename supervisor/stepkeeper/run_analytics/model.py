@@ -7,12 +7,10 @@ import statistics
 from array import array
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
@@ -244,7 +242,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_time[Use.PRODUCTIVE] / known if known > 0 else None
 
 
-# The steps of each launch, in columns: a million rows take 32 MB.  `read_rows` is the only I/O here.
+# The steps of each launch, in columns: a million rows take 32 MB.
 
 Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
@@ -314,16 +312,3 @@ class RowTable:
             return  # the header, or torn
         if 0 < at < AT_MAX and 0 <= step < 2**53:
             self.rows.setdefault(key, Rows()).add(at, step, loss, tokens, rate)
-
-
-def read_rows(path: Path) -> dict[Key, Rows]:
-    """Return what `metrics.csv` holds of each launch.  A missing file holds nothing; torn lines are passed over.
-
-    Raises:
-        OSError: it is there and cannot be read.
-    """
-    table = RowTable()
-    with lines.Growing(path).look() as (_, found):
-        for line in found:
-            table.take(line)
-    return table.rows

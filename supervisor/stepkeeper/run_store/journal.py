@@ -28,10 +28,10 @@ from stepkeeper.core.baseline import Baseline
 from stepkeeper.core.causes import SkippedData, Tried
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event, Exclusion
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase
-from stepkeeper.run_store import lines, old_names, old_sentences
+from stepkeeper.reason_text import text
+from stepkeeper.run_store import lines, old_journals
 from stepkeeper_trainer.formats.durable import append_line, write_all
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -114,11 +114,11 @@ def read_lines(path: Path, *, newest_first: bool = False) -> Iterator[Line]:
 def decode(data: bytes) -> Record | None:
     """Return the record of a line; None where the line is torn, empty, or of a newer version."""
     try:
-        data = old_names.translate(data)
+        data = old_journals.translate(data)
         record = _decoder.decode(data)
         if record.reasons or not (record.why or record.effects or record.excluded or record.missed):
             return record
-        return msgspec.convert(old_sentences.record(msgspec.json.decode(data)), Record)
+        return msgspec.convert(old_journals.record(msgspec.json.decode(data)), Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # torn, newer, or written to hurt
         return None
 

@@ -14,8 +14,8 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
-from stepkeeper.core.state import State, Timer, Timers
+from stepkeeper.core.state import Announced, Launch, Ranks, State, Timer, Timers
+from stepkeeper.reason_text import text
 from stepkeeper.run_store.journal import VERSION, Record
 from stepkeeper_trainer.formats.lease import Lease
 
@@ -167,11 +167,6 @@ KEYS = {
     "launch": ("launch", "number"),
     "launched": ("launch", "nodes"),
     "launched_at": ("launch", "began_at"),
-    "running": ("launch", "running"),
-    "killed": ("launch", "killed"),
-    "all_tasks_started": ("launch", "all_tasks_started"),
-    "library_seen": ("launch", "library_seen"),
-    "library_withdrawn": ("launch", "library_withdrawn"),
     "bus_restarted_in_launch": ("launch", "bus_restarted"),
     "slurm_sent": ("launch", "slurm_sent"),
     "step": ("launch", "step"),
@@ -204,6 +199,9 @@ KEYS = {
 }
 
 
+# What holds of a launch, one key each: `ranks` and `announced` say it in two words.
+FLAGS = ("running", "killed", "all_tasks_started", "library_seen", "library_withdrawn")
+
 # Timers have keys as well, and what the phase waits for has two: journals of earlier releases say only until when.
 BESIDE = {
     "storage_test_at": Timer.STORAGE_TEST,
@@ -213,7 +211,7 @@ BESIDE = {
     "requeue_by": Timer.REQUEUE_END,
 }
 WAIT, WAIT_UNTIL = "waits_for", "deadline_at"
-ALL_KEYS = (*KEYS, *BESIDE, WAIT, WAIT_UNTIL)
+ALL_KEYS = (*KEYS, *FLAGS, *BESIDE, WAIT, WAIT_UNTIL)
 
 
 def changes(old: State, new: State) -> dict[str, Any]:
@@ -233,7 +231,7 @@ def _value(state: State, key: str) -> object:
         return state.deadline_at
     if key in BESIDE:
         return state.timers.get(BESIDE[key])
-    record, field = KEYS[key]
+    record, field = KEYS.get(key, ("launch", key))
     value: object = getattr(getattr(state, record) if record else state, field)
     return value
 
@@ -255,7 +253,7 @@ def changed(state: State, missed: dict[str, Any]) -> State:
             record, field = KEYS[key]
             value = _apply(_plain(_value(state, key)), change)
             (plain.setdefault(record, {}) if record else plain)[field] = value
-    state = msgspec.structs.replace(state, timers=_timers(state.timers, missed))
+    state = msgspec.structs.replace(state, timers=_timers(state.timers, missed), launch=_launch(state.launch, missed))
     made = msgspec.convert(plain, State)
     for key in missed.keys() & KEYS.keys():
         record, field = KEYS[key]
@@ -264,6 +262,22 @@ def changed(state: State, missed: dict[str, Any]) -> State:
             value = {record: msgspec.structs.replace(getattr(state, record), **value)}
         state = msgspec.structs.replace(state, **value)
     return state
+
+
+def _launch(launch: Launch, missed: dict[str, Any]) -> Launch:
+    said = {key: msgspec.convert(missed.get(key, getattr(launch, key)), bool) for key in FLAGS}
+    running = Ranks.RUNNING if said["running"] else Ranks.NONE
+    killed = Ranks.KILLED if said["running"] else Ranks.GONE
+    announced = (
+        (Announced.WITHDRAWN, said["library_withdrawn"]),
+        (Announced.LIBRARY, said["library_seen"]),
+        (Announced.TASKS_STARTED, said["all_tasks_started"]),
+    )
+    return msgspec.structs.replace(
+        launch,
+        ranks=killed if said["killed"] else running,
+        announced=next((word for word, holds in announced if holds), Announced.NOTHING),
+    )
 
 
 def _timers(timers: Timers, missed: dict[str, Any]) -> Timers:

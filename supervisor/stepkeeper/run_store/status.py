@@ -144,9 +144,9 @@ class StatusWriter:
             self._changed.wait()
             self._changed.clear()
             last, status = self._closing.is_set(), self._newest
-            assert status is not None, "`show` sets it before it wakes us"
             try:
-                write_atomically(self._path, lines.encode(status), mode=0o644)
+                if status is not None:
+                    write_atomically(self._path, lines.encode(status), mode=0o644)
             except OSError as error:
                 self._on_error(error)
             if last:

@@ -15,8 +15,8 @@ import msgspec
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
 from stepkeeper.core.state import State
+from stepkeeper.reason_text import text
 from stepkeeper.run_store.journal import Line, Record
 from stepkeeper.run_store.recorder import changed
 

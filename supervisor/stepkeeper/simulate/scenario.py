@@ -21,9 +21,9 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import tag
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Phase, State, Timer
+from stepkeeper.reason_text import tag
 
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(on.Event)}
 STATES = {"PENDING": "pending", "RUNNING": "running", "COMPLETING": "completing", "CANCELLED": "ended"}

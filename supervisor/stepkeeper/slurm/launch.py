@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from stepkeeper.slurm.cmd import is_own_srun
-
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a training step on each of its nodes."""
@@ -95,8 +93,7 @@ def _beside(name: str) -> list[str]:
 
 
 def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
-    """Return the user's own srun line with our step options, which yield to the user's."""
-    assert is_own_srun(line), "the CMD rule knows an own srun line by its first word"
+    """Return the user's own srun line (`cmd.is_own_srun`) with our step options, which yield to the user's."""
     return [line[0], *_step_options(log_pattern), *line[1:]]
 
 

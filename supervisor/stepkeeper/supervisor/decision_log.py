@@ -12,8 +12,8 @@ import structlog
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
-from stepkeeper.core.reason_text import tag, text
 from stepkeeper.core.state import State
+from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
 from stepkeeper.run_store.recorder import Recorder

@@ -19,10 +19,11 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.liveness import EVERY_S, GONE_AFTER_S
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reason_text import text
+from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
 from stepkeeper.loop_tools import Stalls
+from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
 from stepkeeper.run_store.paths import RunDirectory
@@ -101,7 +102,8 @@ class Supervisor:
         self.launch: launch.Launch | None = None
         self.writers: checkpoints.Writers | None = None  # of what the ranks save
         assignment = setting.assignment
-        self.verify_pool = VerifyPool(setting.lease.node, len(assignment.nodes), setting.reading, self._note_node)
+        self.note = inbox.guard(Part.LOG, self._note_node)
+        self.verify_pool = VerifyPool(setting.lease.node, len(assignment.nodes), setting.reading, self.note)
         self.evidence_buffer = diagnosis.EvidenceBuffer(setting.lease.attempt, setting.lease.restart_count)
         self.stack_collector = stack_collector.StackCollector(inbox)
         self.standbys: standbys.Standbys | None = None
@@ -151,7 +153,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Take events until an effect ends the attempt."""
-        self.inbox.watch_threads()
+        self.inbox.watch_threads(Part.OTHER)
         while self.exit_code is None:
             wait_s = self._wait_s()
             self.stalls.waits(wait_s)
@@ -160,7 +162,7 @@ class Supervisor:
             if event is not None:
                 self._feed(event if event.at >= self.resumed_at else msgspec.structs.replace(event, at=self.resumed_at))
             self._on_clock()
-        self.decision_log.close(STORAGE_WITHIN_S)
+        self.inbox.guard(Part.LOG, self.decision_log.close)(STORAGE_WITHIN_S)
         if self.call is not None:
             self.call.join(self.setting.policy.notify_within_s + CALL_ENDS_WITHIN_S)
         return self.exit_code
@@ -191,14 +193,14 @@ class Supervisor:
             self._renew()
             self.bus.check_silence()
             if self.standbys is not None:
-                self.standbys.renew()
-            self.decision_log.look_at_journal()
+                self.inbox.guard(Part.STANDBYS, self.standbys.renew)()
+            self.inbox.guard(Part.LOG, self.decision_log.look_at_journal)()
         if self._is_due("late", LATE_LOOK_EVERY_S) and self.bus is not None:
-            self.bus.look_at_late()
+            self.inbox.guard(Part.SLURMD, self.bus.look_at_late)()
         if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
             self.time_asked = slurm.ask_time(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
-            self.decision_log.alive(now)
+            self.inbox.guard(Part.LOG, self.decision_log.alive)(now)
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = self.inbox.clock.now()
@@ -266,7 +268,7 @@ class Supervisor:
                 self._kill(effect)
             case do.Look():
                 if self.bus is not None:
-                    self.bus.say(lines.Look(node=effect.node, why=shorten(text(effect.reasons))))
+                    self.bus.say(lines.Look(node=effect.node, why=self._in_words(effect.reasons)))
             case do.CollectStacks():
                 self._collect_stacks(effect)
             case do.JudgeLaunch():
@@ -297,12 +299,12 @@ class Supervisor:
                 notify.answer_request(setting.directory.path, effect, inbox=self.inbox, on_error=self._not_answered)
             case do.Exit():
                 self.exit_code = effect.code
-                self.decision_log.ended(effect)
+                self.inbox.guard(Part.LOG, self.decision_log.ended)(effect)
             case _:
                 assert_never(effect)
 
-    def _part_failed(self, part: Part, error: BaseException, trace: str) -> None:
-        self.log.error("part_failed", part=part.value, error=repr(error), traceback=trace)
+    def _part_failed(self, part: str, error: BaseException, trace: str) -> None:
+        self.log.error("part_failed", part=str(part), error=repr(error), traceback=trace)
 
     def _not_answered(self, error: OSError) -> None:
         self.log.warning("request_not_answered", error=f"{error.filename}: {error.strerror}")
@@ -322,14 +324,14 @@ class Supervisor:
             environment,
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
-            note=self._note_node,
+            note=self.note,
             on_shard=self.inbox.guard(Part.READERS, self.verify_pool.receive),
             on_stack=self.inbox.guard(Part.STACKS, self.stack_collector.receive),
             on_stop_signal=self._note_stop_signal,
             after_s=effect.after_s,
             size=len(effect.nodes),
         )
-        self.verify_pool.use(self.bus)
+        self.inbox.guard(Part.READERS, self.verify_pool.use)(self.bus)
         self._renew()
 
     def _note_node(self, node: str, text: str) -> None:
@@ -337,7 +339,7 @@ class Supervisor:
 
     def _note_stop_signal(self, word: lines.StopSignalSent) -> None:
         self.signaled = word.launch
-        self._note_node(word.node, word.text)
+        self.note(word.node, word.text)
 
     def _verify(self, effect: do.VerifyCheckpoint) -> None:
         checkpoints.verify_back(
@@ -370,8 +372,8 @@ class Supervisor:
         )
 
     def _renew(self) -> None:
-        assert self.bus is not None, "the callers look"
-        self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch.number))
+        if self.bus is not None:
+            self.bus.say(lines.Lease(seconds=GONE_AFTER_S, launch=self.state.launch.number))
 
     def _start_launch(self, effect: do.StartLaunch) -> None:
         self._renew()
@@ -392,11 +394,11 @@ class Supervisor:
             skipped_data=",".join(f"{each.step}:{each.steps}" for each in effect.skipped_data),
         )
         if self.foreign is not None and (ranks := job.ranks(effect.nodes)) is not None:
-            self.foreign.say_world(effect.resume_from, ranks)
-        waiting = self.standbys.variables(effect.launch, effect.nodes) if self.standbys is not None else {}
-        self.launch = launch.Launch(
-            job, meeting, {**self.environment, **waiting}, inbox=self.inbox, foreign=self.foreign
-        )
+            self.inbox.guard(Part.FRAMEWORK, self.foreign.say_world)(effect.resume_from, ranks)
+        environment = dict(self.environment)
+        if self.standbys is not None:
+            environment |= self.inbox.guard(Part.STANDBYS, self.standbys.variables)(effect.launch, effect.nodes) or {}
+        self.launch = launch.Launch(job, meeting, environment, inbox=self.inbox, foreign=self.foreign)
 
     def _request_save(self, effect: do.RequestSave) -> None:
         self.requests += 1
@@ -408,12 +410,16 @@ class Supervisor:
                     launch=self.state.launch.number,
                     request_id=self.requests,
                     stop=effect.stop,
-                    why=shorten(text(effect.reasons)),
+                    why=self._in_words(effect.reasons),
                     deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
                     library_seen=self.state.launch.library_seen,
                 )
             )
+
+    def _in_words(self, reasons: Why) -> str:
+        """Return reasons for a message: words that cannot be made must not keep it from being sent."""
+        return shorten(self.inbox.guard(Part.LOG, text)(reasons) or tag(reasons))
 
     def _kill(self, effect: do.KillRanks) -> None:
         if self.bus is not None:
@@ -423,7 +429,7 @@ class Supervisor:
 
     def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""
-        self.decision_log.flush(STORAGE_WITHIN_S)
+        self.inbox.guard(Part.LOG, self.decision_log.flush)(STORAGE_WITHIN_S)
         slurm.requeue(
             self.client,
             self.setting.assignment,

@@ -61,10 +61,14 @@ class Channel:
         key = _state_of(message)
         if key is not None and key in self._newest:
             self._forget(self._newest[key])
+        cut: list[str] = []
+        line = bus.encode(message, on_cut=cut.append)
         self._number += 1
-        self._lines[self._number] = message, bus.encode(message)
+        self._lines[self._number] = message, line
         if key is not None:
             self._newest[key] = self._number
+        for what in cut:
+            self._add(bus.Note(node=self._node, text=shorten(what)))
         if len(self._lines) > self._lines_max:
             self._drop()
 

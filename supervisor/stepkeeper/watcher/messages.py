@@ -6,14 +6,14 @@ concurrent writers.  Fields are only ever added, with defaults; unknown types ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import xxhash
 
 from stepkeeper.slurm.launch import WATCHER_VARIABLE
 from stepkeeper_trainer.formats.collectives import Place
-from stepkeeper_trainer.formats.messages import FromRank
+from stepkeeper_trainer.formats.messages import FromRank, fitted
 
 LINE_BYTES_MAX = 1024
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # whatever bytes a stray process may write
@@ -291,16 +291,19 @@ FromWatcher = (
     | Note
 )
 
-_encoder = msgspec.json.Encoder()
 _to_watcher: msgspec.json.Decoder[ToWatcher] = msgspec.json.Decoder(ToWatcher)
 _from_watcher: msgspec.json.Decoder[FromWatcher] = msgspec.json.Decoder(FromWatcher)
 
 
-def encode(message: ToWatcher | FromWatcher) -> bytes:
-    """Return the line with its newline; free text must have been shortened by the caller."""
-    line = _encoder.encode(message) + b"\n"
-    assert len(line) <= LINE_BYTES_MAX, f"{type(message).__name__} has {len(line)} bytes"
-    return line
+def encode(message: ToWatcher | FromWatcher, *, on_cut: Callable[[str], object] = lambda _: None) -> bytes:
+    """Return the line with its newline, cut where it is too long: `on_cut` gets what was done to it.
+
+    Whoever puts free text into a message shortens it: a line that must be cut is a mistake, and its sender goes on.
+    """
+    data, cut = fitted(message, LINE_BYTES_MAX - 1)
+    if cut:
+        on_cut(cut)
+    return data + b"\n"
 
 
 def decode_to_watcher(line: bytes) -> ToWatcher | None:

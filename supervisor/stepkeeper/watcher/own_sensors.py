@@ -21,7 +21,7 @@ from stepkeeper.node_agent.core import events as agent
 from stepkeeper.node_agent.core import incidents
 from stepkeeper.node_agent.core.state import Incident, Policy, State
 from stepkeeper.node_agent.evaluate import Evaluation, concerns
-from stepkeeper.node_agent.sensors.evidence import EvidenceReader, Roots, device_addresses
+from stepkeeper.node_agent.sensors.evidence import ENDS_WITHIN_S, EvidenceReader, Roots, device_addresses
 from stepkeeper.node_agent.sensors.kernel_log import KernelLog, boot_id
 from stepkeeper.node_agent.sensors.nvml import NvmlProcess
 from stepkeeper.node_agent.sensors.readings import Evidence, KernelRecord, Reading
@@ -57,9 +57,9 @@ class OwnSensors:
         self._policy = Policy()
         self._state = State(node=node, boot_id=boot_id())
         self._said: dict[str, tuple[object, ...]] = {}
-        self._kernel_log = KernelLog(self._take)
-        self._nvml = NvmlProcess(self._take, health_every_s=HEALTH_EVERY_S)
-        self._evidence = EvidenceReader(self._take)
+        self._kernel_log = KernelLog(self._take, on_failure=self._failed)
+        self._nvml = NvmlProcess(self._take, health_every_s=HEALTH_EVERY_S, on_failure=self._failed)
+        self._evidence = EvidenceReader(self._take, on_failure=self._failed)
         threading.Thread(target=self._guarded, name="own-senses", daemon=True).start()
         self._kernel_log.start()
         self._nvml.start()
@@ -71,7 +71,7 @@ class OwnSensors:
             self._readings.put_nowait(None)
         self._kernel_log.stop()
         self._nvml.stop()
-        self._evidence.stop()
+        self._evidence.stop(ENDS_WITHIN_S)
 
     def _take(self, reading: Reading) -> None:
         """Called on the sensors' threads."""
@@ -86,7 +86,10 @@ class OwnSensors:
         try:
             self._run()
         except Exception as error:  # noqa: BLE001 - reported: the job continues without these sensors
-            self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not received any more: {error!r}")))
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not received any more: {error!r}")))
 
     def _run(self) -> None:
         while True:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
+import structlog
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.node_agent import config, fitness, ledger
+from stepkeeper.loop_tools import Clock
+from stepkeeper.node_agent import acts, config, fitness, ledger, service
+from stepkeeper.node_agent.agent import Agent
+from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.state import Drain, Incident, Mode, Outcome, Policy, Repair, State
+from stepkeeper.node_agent.sensors.kernel_log import KernelLog
+from stepkeeper.node_agent.sensors.readings import KernelRecord
 from stepkeeper.node_agent.service import Systemd
+from stepkeeper.node_agent.xid import catalogue
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind
 
 ACT = Policy(mode=Mode.ACT)
@@ -358,3 +369,92 @@ def test_without_systemd_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     systemd.say(READY="1")
 
     assert systemd.watchdog_every_s is None
+
+
+# --- what may fail ----------------------------------------------------------------------------------
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise LookupError("nobody has foreseen this")
+
+
+class BrokenClient:
+    """Slurm's answers cannot be read."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        return broken
+
+
+@pytest.mark.parametrize(
+    ("ask", "effect"),
+    [
+        ("list_jobs", do.ListJobs(incident="i")),
+        ("ask_nodes", do.AskNodes(call=3)),
+        ("drain", do.SetDrain(call=3, reason="r")),
+        ("check_node", do.CheckNode(call=3)),
+        ("reset_gpus", do.ResetGpus(call=3, pcis=())),
+    ],
+)
+def test_a_call_that_nobody_has_foreseen_to_fail_is_reported_and_answered(ask: str, effect: object) -> None:
+    reported: list[str] = []
+    inbox = service.Inbox(Clock(), lambda _part, _error, trace: reported.append(trace))
+    made = acts.Acts(
+        "n1", BrokenClient(), inbox, check=broken, reset=broken, noted=lambda: "", mistaken=lambda _: ""
+    )  # fmt: skip
+
+    getattr(made, ask)(effect)
+    answer = inbox.get(WITHIN_S)
+
+    assert isinstance(answer, (on.JobsListed, on.NodesAnswered, on.CallAnswered))
+    assert answer.error == "LookupError: nobody has foreseen this"
+    assert getattr(answer, "call", 3) == 3
+    assert len(reported) == 1
+
+
+def test_a_sensor_that_fails_says_so_instead_of_ending_in_silence(tmp_path: Path) -> None:
+    """A kernel log that nobody reads looks like one in which nothing happens."""
+    path = tmp_path / "kmsg"
+    os.mkfifo(path)
+    failed: queue.Queue[BaseException] = queue.Queue()
+    log = KernelLog(broken, path=str(path), boot="b", on_failure=failed.put)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.write(descriptor, b"6,1,1,-;hello\n")
+        log.start()
+        assert isinstance(failed.get(timeout=WITHIN_S), LookupError)
+    finally:
+        log.stop()
+        os.close(descriptor)
+
+
+def test_a_verdict_that_cannot_be_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
+    failed: queue.Queue[BaseException] = queue.Queue()
+    writer = fitness.VerdictWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
+
+    writer.show(object())  # type: ignore[arg-type]
+    assert isinstance(failed.get(timeout=WITHIN_S), TypeError)
+    writer.show(fitness.verdict(State(node="n1", boot_id="b"), T, ACT))
+
+    until = time.monotonic() + WITHIN_S
+    while not (tmp_path / "verdict.json").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert msgspec.json.decode((tmp_path / "verdict.json").read_bytes())["fit"] is True
+
+
+def test_a_record_that_cannot_be_judged_does_not_end_the_agent_which_would_read_it_again(tmp_path: Path) -> None:
+    said = io.StringIO()
+    settings = config.NodeConfig(node_name="n1", state_dir=str(tmp_path), run_dir=str(tmp_path))
+    agent = Agent(
+        config=settings,
+        state=State(node="n1", boot_id="b"),
+        book=ledger.Ledger(tmp_path / "ledger", ledger.Book(), settings.policy),
+        catalogue=catalogue.load(),
+        client=BrokenClient(),  # type: ignore[arg-type]
+        systemd=Systemd(),
+        log=structlog.wrap_logger(structlog.PrintLogger(said)),
+    )
+
+    agent._take(KernelRecord(at=T, boot_id="b", sequence=1, text=None))  # type: ignore[arg-type]
+
+    assert "part_failed" in said.getvalue()
+    assert "judging" in said.getvalue()

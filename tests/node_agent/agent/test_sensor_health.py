@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepkeeper.node_agent.sensor_health import SensorHealth
+from stepkeeper.node_agent.evaluate import SensorHealth
 from stepkeeper.node_agent.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus
 
 T = 1_790_000_000.0

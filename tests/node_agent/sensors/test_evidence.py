@@ -120,7 +120,7 @@ def test_the_reader_tells_news_and_keeps_the_latest(tmp_path: Path) -> None:
     roots = node(tmp_path)
     seen = Collected()
     looked = threading.Event()
-    reader = EvidenceReader(seen, roots=roots, every_s=0.02)
+    reader = EvidenceReader(seen, roots=roots, every_s=0.02, on_failure=print)
     reader.start()
     try:
         while not reader.latest:

@@ -51,6 +51,7 @@ def follow() -> Iterator[Follow]:
     def start(path: str, **options: object) -> Collected:
         collected = Collected()
         options.setdefault("boot", BOOT)
+        options.setdefault("on_failure", print)
         log = KernelLog(collected, path=path, **options)  # type: ignore[arg-type]
         logs.append(log)
         log.start()
@@ -197,7 +198,7 @@ def test_a_device_that_must_not_be_read_says_which_right_is_missing(pipe: FakeKm
 
 def test_a_flood_is_handed_over_whole_and_the_reader_can_be_stopped_in_it(pipe: FakeKmsg) -> None:
     seen = Collected()
-    log = KernelLog(seen, path=pipe.path, boot=BOOT)
+    log = KernelLog(seen, path=pipe.path, boot=BOOT, on_failure=print)
     log.start()
     for sequence in range(5000):
         pipe.record(f"line {sequence}", sequence=sequence)

@@ -48,6 +48,7 @@ class Watch:
         self.seen = Collected()
         options.setdefault("health_every_s", 0.1)
         options.setdefault("patience", QUICK)
+        options.setdefault("on_failure", print)
         self.process = NvmlProcess(self.seen, **options)  # type: ignore[arg-type]
         self.process.start()
 
@@ -449,7 +450,7 @@ def test_a_killed_child_is_told_and_started_again(nvml: FakeNvml, start: Start) 
 def test_the_child_ends_when_its_parent_is_killed(nvml: FakeNvml) -> None:
     script = (
         "import time\nfrom stepkeeper.node_agent.sensors.nvml import NvmlProcess\n"
-        "process = NvmlProcess(lambda reading: None)\nprocess.start()\n"
+        "process = NvmlProcess(lambda reading: None, on_failure=print)\nprocess.start()\n"
         "while process.pid is None: time.sleep(0.01)\nprint(process.pid, flush=True)\ntime.sleep(1000)\n"
     )
     nvml.delay("nvmlDeviceGetTemperature", 3600)  # even while a call hangs

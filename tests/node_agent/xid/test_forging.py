@@ -13,7 +13,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.node_agent.xid.logfile import record_of, scan
-from stepkeeper.node_agent.xid.parse import announcement, driver_loaded, parse, parse_aer
+from stepkeeper.node_agent.xid.parse import announcement, driver_loaded, parse
 
 SETTINGS = settings(max_examples=60, phases=(Phase.explicit, Phase.generate), deadline=None)
 COMM_BYTES = 15
@@ -108,7 +108,6 @@ def test_no_name_or_path_of_a_users_makes_a_report(template: str, name: str, tex
 
     assert parse(record) is None
     assert announcement(record) is None
-    assert parse_aer(record) is None
     assert list(scan(io.BytesIO(as_kmsg(record)).read)) == []
 
 

@@ -134,10 +134,6 @@ class Cadence:
         """Take in that so many node-hours passed until `at` (Unix seconds) without an infrastructure failure."""
         self.rate.observe(at, node_hours=node_hours)
 
-    def note_failure(self, at: float, node_hours: float = 0.0) -> None:
-        """Take in an infrastructure failure at `at` (Unix seconds), after so many more node-hours."""
-        self.rate.observe(at, node_hours=node_hours, failures=1.0)
-
     @property
     def costs(self) -> Costs | None:
         """What a save is expected to cost; None before the first one.

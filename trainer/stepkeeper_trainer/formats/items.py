@@ -96,7 +96,6 @@ def find_end(data: bytes, start: int = 0, *, tensor_item: bool = False) -> int:
     raise OpcodeError("is torn: it has no end")
 
 
-HEAD_BYTES_MAX = 64 * 1024
 HEAD_BYTES = 4096  # enough for nearly all
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _SIGNATURE = b"PK\x03\x04"

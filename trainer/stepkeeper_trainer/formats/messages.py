@@ -7,12 +7,16 @@ that it does not know, so that a rank and a watcher one version apart understand
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 
 from stepkeeper_trainer.formats.decoding import MismatchError, decode
 
 MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
 TEXT_CHARACTERS_MAX = 200  # of free text in a message
+_CHARACTER_BYTES_MAX = 6  # in JSON
 _TEXT_BYTES_MAX = 360  # of the same: quotes take two bytes in JSON, some characters four
 
 
@@ -161,11 +165,41 @@ def shorten(text: str) -> str:
     return plain.encode()[:_TEXT_BYTES_MAX].decode(errors="ignore")
 
 
-def encode(message: FromRank | ToRank) -> bytes:
-    """Return the datagram.  A message over the limit is a mistake of the caller (see `shorten`)."""
+def fitted(message: msgspec.Struct, bytes_max: int) -> tuple[bytes, str]:
+    """Return a message in at most so many bytes, and what had to be done to that end; "" where nothing had.
+
+    Its longest texts are cut.  What cannot be cut enough becomes no message at all.
+
+    >>> fitted(Stopped(launch="0.0", step=1), 50)
+    (b'{"type":"stopped","launch":"0.0","step":1}', '')
+    """
     data = _encoder.encode(message)
-    assert len(data) <= MESSAGE_BYTES_MAX, f"{type(message).__name__} has {len(data)} bytes"
-    return data
+    if len(data) <= bytes_max:
+        return data, ""
+    said = f"a message {type(message).__name__} had {len(data)} bytes and may have {bytes_max}: "
+    plain = msgspec.json.decode(data)
+    while (excess := len(data) - bytes_max) > 0:
+        texts = [(holder, key) for holder, key in _texts(plain) if holder[key]]
+        if not texts:
+            return b"{}", f"{said}it was not sent"
+        holder, key = max(texts, key=lambda place: len(place[0][place[1]]))
+        holder[key] = holder[key][: -max(1, excess // _CHARACTER_BYTES_MAX)]
+        data = _encoder.encode(plain)
+    return data, f"{said}it was cut"
+
+
+def _texts(plain: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each place of a text in what a message is made of: what holds it, and the key there."""
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+        if isinstance(value, str) and key != "type":
+            yield plain, key
+        elif isinstance(value, (dict, list)):
+            yield from _texts(value)
+
+
+def encode(message: FromRank | ToRank) -> bytes:
+    """Return the datagram.  A message over the limit is a mistake of the caller (see `shorten`), and is cut."""
+    return fitted(message, MESSAGE_BYTES_MAX)[0]
 
 
 def decode_from_rank(data: bytes) -> FromRank | None:

@@ -6,12 +6,62 @@ import fnmatch
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from stepkeeper.config.patterns import Patterns
+import msgspec
+
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
 from stepkeeper.frameworks.script import Script
 from stepkeeper.frameworks.tree import Tree
+
+NUMBER = "{step}"
+
+
+class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `[framework.generic]` says."""
+
+    steps: str
+    """Name of a checkpoint directory or file, with `{step}` where its number stands and `*` for anything else."""
+
+    complete: tuple[str, ...] = ()
+    """Files that must be there, such as `DONE`; `*` and `?` as in a shell; one match is enough."""
+
+    incomplete: tuple[str, ...] = ()
+    """Files that must not be there."""
+
+    every_rank: tuple[str, ...] = ()
+    """Files of each rank, with `{rank}` where its number stands: there is no gap."""
+
+    resume: tuple[str, ...] = ()
+    """Arguments that resume: `{path}` and `{step}` are filled in."""
+
+
+def parse_patterns(table: Any, where: str) -> Patterns:
+    """Return what the table says.
+
+    Raises:
+        StepkeeperError: a key or a value is wrong.
+    """
+    try:
+        patterns = msgspec.convert(table, Patterns)
+    except msgspec.ValidationError as error:
+        raise StepkeeperError(f"{where}: [framework.generic]: {error}", ExitCode.USAGE) from error
+    if patterns.steps.count(NUMBER) != 1 or "/" in patterns.steps:
+        raise StepkeeperError(
+            f"{where}: [framework.generic] steps: {patterns.steps!r} is no name with {NUMBER} once in it, such as "
+            f"'ckpt-{NUMBER}'",
+            ExitCode.USAGE,
+        )
+    for pattern in patterns.every_rank:
+        if pattern.count("{rank}") != 1:
+            raise StepkeeperError(
+                f"{where}: [framework.generic] every_rank: {pattern!r} is no name with {{rank}} once in it",
+                ExitCode.USAGE,
+            )
+    return patterns
 
 
 class Generic(Framework):

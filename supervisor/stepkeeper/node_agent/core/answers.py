@@ -160,7 +160,8 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
 
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
     drain = state.drain
-    assert drain is not None, "RECOUNT follows a drain"
+    if drain is None:  # somebody let it go meanwhile
+        return Decision(state)
     if not own.drained or own.reason != drain.reason:
         return lost(state, event.at, own, policy)
     if why := plan.gives_back(own, event.nodes, event.at, policy):

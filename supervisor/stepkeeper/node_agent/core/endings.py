@@ -49,7 +49,8 @@ def held(state: State) -> list[Incident]:
 def lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
     """Let go of a drain that is gone: our own return took it away, or somebody else did, or took it over."""
     drain = state.drain
-    assert drain is not None, "a drain that we hold"
+    if drain is None:
+        return Decision(state)
     if drain.resume_sent and not own.drained:
         return _returned_late(state, at, drain, policy)
     if own.drained:

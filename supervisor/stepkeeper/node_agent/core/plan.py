@@ -146,8 +146,7 @@ def _effect(state: State, kind: Call, number: int, policy: Policy) -> do.Effect:
         case Call.RESET:
             return do.ResetGpus(call=number, pcis=gpus_to_reset(state))
         case Call.REBOOT:
-            assert state.drain is not None, "only a node that we drained is rebooted"
-            return do.Reboot(call=number, reason=state.drain.reason)
+            return do.Reboot(call=number, reason=state.call_reason if state.drain is None else state.drain.reason)
         case _:
             assert_never(kind)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,9 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node_agent.sensors.readings import Evidence, Reading
+from stepkeeper.node_agent.sensors.stoppable import Stoppable
+
+ENDS_WITHIN_S = 1.0
 
 NVIDIA = "0x10de"
 DISPLAY_CLASS = "0x03"  # PCI class of every GPU, with a display or without
@@ -164,28 +166,22 @@ def _worse(old: Evidence | None, new: Evidence) -> str:
     return ", ".join(words)
 
 
-class EvidenceReader:
+class EvidenceReader(Stoppable):
     """Looks now and then, on a thread of its own (a broken adapter's files can hang); hands news to a callback."""
 
     def __init__(
-        self, callback: Callable[[Reading], None], *, roots: Roots | None = None, every_s: float = 60.0
+        self,
+        callback: Callable[[Reading], None],
+        *,
+        roots: Roots | None = None,
+        every_s: float = 60.0,
+        on_failure: Callable[[BaseException], object],
     ) -> None:
+        super().__init__("evidence", on_failure)
         self._callback = callback
         self._roots = roots or Roots()
         self._every_s = every_s
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evidence", daemon=True)
         self._now: tuple[Evidence, ...] = ()
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self, within_s: float = 1.0) -> None:
-        """End; returns in time."""
-        self._stopping.set()
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(within_s)
 
     @property
     def latest(self) -> tuple[Evidence, ...]:
@@ -197,7 +193,7 @@ class EvidenceReader:
             before, self._now = self._now, read(self._roots)
             for evidence in news(before, self._now):
                 self._callback(evidence)
-            if self._stopping.wait(self._every_s):
+            if self._stopped(self._every_s):
                 return
 
 

@@ -115,9 +115,10 @@ class KernelLog(Stoppable):
         allow_injected: bool = False,
         boot: str | None = None,
         read: Callable[[int, int], bytes] = os.read,
+        on_failure: Callable[[BaseException], object],
     ) -> None:
         """Prepare.  `allow_injected` believes what user space wrote too: only ever for acceptance tests."""
-        super().__init__("kmsg")
+        super().__init__("kmsg", on_failure)
         self._callback = callback
         self._path = path
         self._boot = boot if boot is not None else boot_id()

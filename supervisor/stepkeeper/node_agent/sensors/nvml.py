@@ -178,9 +178,14 @@ class NvmlProcess(Stoppable):
     """
 
     def __init__(
-        self, callback: Callable[[Reading], None], *, health_every_s: float = 10.0, patience: Patience | None = None
+        self,
+        callback: Callable[[Reading], None],
+        *,
+        health_every_s: float = 10.0,
+        patience: Patience | None = None,
+        on_failure: Callable[[BaseException], object],
     ) -> None:
-        super().__init__("nvml")
+        super().__init__("nvml", on_failure)
         self._callback = callback
         self._arguments = ["--health-every-s", f"{health_every_s:g}"]
         self._patience = patience or Patience()

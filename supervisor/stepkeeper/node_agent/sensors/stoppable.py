@@ -6,15 +6,17 @@ import os
 import select
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 
 class Stoppable(ABC):
     """Runs `_run` from `start` on, until `_stopped`."""
 
-    def __init__(self, name: str) -> None:
-        """Prepare a thread of that name."""
+    def __init__(self, name: str, on_failure: Callable[[BaseException], object]) -> None:
+        """Prepare a thread of that name; `on_failure` gets a mistake of ours, with which the thread ends."""
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -30,6 +32,12 @@ class Stoppable(ABC):
             os.close(self._stop_write)
 
     # --- on the thread ----------------------------------------------------------------------------
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - handed over: a sensor that has ended must not look healthy
+            self._on_failure(error)
 
     @abstractmethod
     def _run(self) -> None:

@@ -53,7 +53,6 @@ _NVLINK4: Final = (
     _bits(5, (18, 19, 21, 22, 24, 25, 27, 28), Action.DRAIN_RESET, "hardware of the link"),
     _bits(5, (20, 23, 26, 29), Action.LOG, "a counter passed its threshold"),
 )
-_REGISTERS: Final = 7
 _BIT_ACTIONS: Final[Mapping[tuple[int, int], _Bits]] = {
     (known.register, bit): known for known in _NVLINK4 for bit in known.bits
 }

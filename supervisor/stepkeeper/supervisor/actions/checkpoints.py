@@ -13,7 +13,7 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.core.reason_text import text
+from stepkeeper.reason_text import text
 from stepkeeper.run_store import lease
 from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
 from stepkeeper.supervisor.actions.verify_pool import Read, VerifyPool, Wanted

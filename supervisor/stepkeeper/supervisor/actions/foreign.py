@@ -64,7 +64,6 @@ class ForeignCheckpoints:
         log: Log,
     ) -> None:
         """Read nothing yet."""
-        assert following.directory is not None, "the caller looks"
         self._following = following
         self._environment = without_python(environment)
         self._bytes_per_s = bytes_per_s

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from stepkeeper import __version__, wrapper
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import PatientStream
-from stepkeeper.redaction import redact
 from stepkeeper.run_store import paths
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd
@@ -28,13 +26,13 @@ from stepkeeper.slurm.launch import scrub_geometry
 from stepkeeper.supervisor.actions import log_progress, rank_files
 from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper.supervisor.srun import Srun
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
-KILL_BY_SLURM_AFTER_S = 3.0
-KILL_SRUN_AFTER_S = 10.0
+KILLED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
 STORAGE_WITHIN_S = 10.0
 HOSTS = "hosts"  # among the logs of a launch: where its ranks are, where that is not Slurm's order
 SRUN_LOG = "srun.log"  # among the logs of a launch: what srun itself says
@@ -246,8 +244,9 @@ class Launch:
         self._meeting = meeting
         self._inbox = inbox
         self._logs = RunDirectory(job.run_directory).logs(job.attempt, meeting.launch)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self._srun = Srun(inbox, Part.LAUNCH, f"launch-{meeting.launch}", on_word=self._on_word)
+        self._log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
+        self._error = self._unreachable = ""  # what may be the reason of its end, and what says more: Slurm was away
         self._killed = False
         self._foreign = foreign
         self._first_death: tuple[int | None, int | None] | None = None  # exit code and signal
@@ -256,7 +255,8 @@ class Launch:
         if following is not None and following.step_line and job.wrapped:
             prints = log_progress.Prints([self._logs / f"{node}.log" for node in meeting.nodes], following.step_line)
             inbox.run(
-                Part.LOG_PROGRESS, lambda: log_progress.follow(prints, meeting.launch, inbox=inbox, ended=self._ended)
+                Part.LOG_PROGRESS,
+                lambda: log_progress.follow(prints, meeting.launch, inbox=inbox, ended=self._srun.ended),
             )
 
     def note_death(self, code: int | None, number: int | None) -> None:
@@ -266,24 +266,10 @@ class Launch:
             self._first_death = (code, number)
 
     def kill(self) -> None:
-        """See to it that the step ends, also where a watcher that should kill its ranks is gone.
-
-        SIGTERM to srun makes Slurm SIGKILL all tasks.  With a lost node even that waits for Slurm to
-        notice, so srun itself goes last.
-        """
+        """See to it that the step ends, also where a watcher that should kill its ranks is gone."""
         if not self._killed:
             self._killed = True
-            self._inbox.run(Part.KILL, self._kill, name=f"kill-{self._meeting.launch}")
-
-    def _kill(self) -> None:
-        for patience_s, number in (
-            (KILL_BY_SLURM_AFTER_S, signal.SIGTERM),
-            (KILL_SRUN_AFTER_S, signal.SIGKILL),
-        ):
-            if self._ended.wait(patience_s):
-                return
-            if self._process is not None:
-                self._process.send_signal(number)
+            self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"kill-{self._meeting.launch}")
 
     def _run(self, environment: dict[str, str]) -> None:
         launch = self._meeting.launch
@@ -295,29 +281,22 @@ class Launch:
                 tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)
                 (self._logs / HOSTS).write_text(lines.hosts(self._meeting.nodes, tasks_per_node))
                 hosts["SLURM_HOSTFILE"] = str(self._logs / HOSTS)
-            self._process = subprocess.Popen(
+            wait = self._srun.run(
                 launch_argv(self._job, self._meeting, self._logs),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=launch_environment(self._job, self._meeting, environment)
-                | hosts
-                | rank_files.reliability_variables(self._job.run_directory)
-                | rank_files.tracker_variables(self._job.run_directory, environment),
-                start_new_session=True,  # a signal to our process group is for us alone
+                launch_environment(self._job, self._meeting, environment) | hosts | self._known(environment),
             )
         except OSError as failure:
-            self._ended.set()
+            self._srun.ended.set()
             why = f"{failure.filename}: {failure.strerror}"
             self._inbox.put(on.LaunchRefused(at=self._inbox.clock.now(), launch=launch, error=why))
             return
-        srun = self._process.pid
-        self._inbox.run(Part.SHEPHERD, lambda: slurm_launch.dismiss_shepherd(srun), name=f"launch-{launch}-shepherd")
-        error = self._listen(self._process)
-        code = self._process.wait()
-        self._ended.set()
+        code = wait()
+        self._log.drain(STORAGE_WITHIN_S)
+        error = self._unreachable or self._error
         said = self._said()
-        end = self._end_of_framework(code) if not said else End()
+        end = End()
+        if not said:
+            end = self._inbox.guard(Part.FRAMEWORK, self._end_of_framework)(code) or end
         self._inbox.put(
             on.LaunchEnded(
                 at=self._inbox.clock.now(),
@@ -331,38 +310,42 @@ class Launch:
                 unproven=end.unproven,
             )
         )
+        failed = f"srun ended with {code}{f'; {error}' if error else ''}" if not said and not end.finished else ""
+        self._inbox.guard(Part.LAUNCH_LOGS, self._tidy)(failed)
+
+    def _tidy(self, failed: str) -> None:
         with contextlib.suppress(OSError):  # housekeeping: the next launch tries again
-            if not said and not end.finished:
-                paths.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
+            if failed:
+                paths.mark_failed(self._logs, failed)
             paths.prune_logs(self._job.run_directory / "logs")
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> str:
-        """Keep what srun itself says (the ranks write to their own files); return its last line."""
-        assert process.stdout is not None, "Popen was given a pipe"
-        log = PatientStream(lambda: (self._logs / SRUN_LOG).open("a", encoding="utf-8"))
-        error = reason = ""  # the last line that may be a reason, and one that says more: Slurm itself was away
-        for line in process.stdout:
-            text = redact(line.decode(errors="replace").strip())
-            if slurm_launch.NOISE in text:
-                continue
-            log.write(text + "\n")
-            reason = reason or (text[:ERROR_CHARACTERS_MAX] if UNREACHABLE in text.lower() else "")
-            error = error if slurm_launch.only_follows(text) else text[:ERROR_CHARACTERS_MAX] or error
-            for rank, code, number in deaths(text):
-                self.note_death(code, number)
-                # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
-                self._inbox.put(
-                    on.RankExited(
-                        at=self._inbox.clock.now(),
-                        launch=self._meeting.launch,
-                        rank=rank,
-                        node=_node(text),
-                        code=code,
-                        signal=number,
-                    )
+    def _known(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return what launches before have left for the ranks in the run directory; they can do without it."""
+        run_directory = self._job.run_directory
+        reliability = self._inbox.guard(Part.RANK_FILES, rank_files.reliability_variables)(run_directory)
+        trackers = self._inbox.guard(Part.RANK_FILES, rank_files.tracker_variables)(run_directory, environment)
+        return (reliability or {}) | (trackers or {})
+
+    def _on_word(self, text: str) -> None:
+        """Keep what srun itself says: the ranks write to their own files."""
+        self._log.write(text + "\n")
+        if UNREACHABLE in text.lower():
+            self._unreachable = self._unreachable or text[:ERROR_CHARACTERS_MAX]
+        if not slurm_launch.only_follows(text):
+            self._error = text[:ERROR_CHARACTERS_MAX]
+        for rank, code, number in deaths(text):
+            self.note_death(code, number)
+            # the wrapper's own word may have been lost, and a user's own srun line has no wrapper
+            self._inbox.put(
+                on.RankExited(
+                    at=self._inbox.clock.now(),
+                    launch=self._meeting.launch,
+                    rank=rank,
+                    node=_node(text),
+                    code=code,
+                    signal=number,
                 )
-        log.drain(STORAGE_WITHIN_S)
-        return reason or error
+            )
 
     def _end_of_framework(self, code: int) -> End:
         """Return what the checkpoints show of the end, where the ranks were not ended from outside."""

@@ -17,7 +17,7 @@ import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.reason_text import text
+from stepkeeper.reason_text import text
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import requests
 from stepkeeper.slurm.client import SlurmClient, SlurmError

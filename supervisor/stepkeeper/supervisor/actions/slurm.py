@@ -41,7 +41,7 @@ def ask_time(*, inbox: Inbox) -> threading.Thread:
         if moved_s:
             inbox.put(on.ClockSet(at=inbox.clock.now(), seconds=moved_s))
 
-    return inbox.run_thread("ask-slurms-time", work)
+    return inbox.run(Part.SLURMS_TIME, work)
 
 
 def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:

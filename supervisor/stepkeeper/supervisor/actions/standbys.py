@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -25,14 +22,12 @@ from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd as lines
-from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.launch import standby_argv
 from stepkeeper.supervisor.actions.launch import SRUN_LOG, Job, Meeting, launch_environment
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper.supervisor.srun import Srun
 
-LEAVE_WITHIN_S = 3.0
-KILL_BY_SLURM_WITHIN_S = 10.0
-ERRORS_WITHIN_S = 1.0
+ENDED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
 ERROR_CHARACTERS_MAX = 300
 LOG = "standby.log"  # beside the logs of an attempt's launches
 VARIABLE, WORDS = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS"
@@ -162,12 +157,14 @@ class _Step:
         self.prefix = lines.standby_prefix(job.command) or []
         self.address = f"{job.socket}/standby-{launch}"  # those of a step before may still be about to leave
         self._job, self._inbox, self._log = job, inbox, log
-        self._output: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._srun = Srun(
+            inbox, Part.STANDBYS, "standby", on_word=self._on_word, on_line=self._hear, errors=Part.STANDBYS
+        )
         self._leaving = self._closed = False
         self._ready: dict[tuple[str, str], int] = {}  # node, slot -> MiB
-        self._process: subprocess.Popen[bytes] | None = None
         self._error = ""
+        logs = RunDirectory(job.run_directory)
+        self._words = PatientStream(lambda: (logs.logs(job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
         words = [*self.prefix, os.path.abspath(program.__file__), *modules, "--", *self.prefix]
         argv = standby_argv(nodes, job.geometry, words)
         meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
@@ -178,13 +175,13 @@ class _Step:
     @property
     def runs(self) -> bool:
         """Tell whether the step has not ended."""
-        return not self._ended.is_set()
+        return not self._srun.ended.is_set()
 
     def say(self, word: str) -> None:
         """Tell every keeper."""
         if word == "prepare":
             self._ready.clear()
-        self._output.put(word)
+        self._srun.say(word.encode() + b"\n")
 
     def leave(self) -> None:
         """Have those leave that wait, and the others when their rank has ended."""
@@ -197,52 +194,21 @@ class _Step:
         if not self._closed:
             self._closed = True
             self.leave()
-            self._output.put(None)
-            self._inbox.run(Part.STANDBYS, self._end, name="standby-end")
-
-    def _end(self) -> None:
-        for patience_s, number in ((LEAVE_WITHIN_S, signal.SIGTERM), (KILL_BY_SLURM_WITHIN_S, signal.SIGKILL)):
-            if self._ended.wait(patience_s):
-                return
-            if self._process is not None:
-                self._process.send_signal(number)  # with SIGTERM srun has Slurm end the tasks; a lost node waits long
+            self._srun.say(None)
+            self._inbox.run(Part.STANDBYS, lambda: self._srun.end(ENDED), name="standby-end")
 
     # --- threads ----------------------------------------------------------------------------------
 
     def _run(self, argv: list[str], environment: dict[str, str]) -> None:
         try:
-            process = self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # a signal to our process group is for us alone
-            )
+            wait = self._srun.run(argv, environment)
         except OSError as failure:
-            self._ended.set()
+            self._srun.ended.set()
             self._log.warning("standby_ended", why=f"srun: {failure.strerror}")
             return
-        # the ranks among them outlive us, to be saved
-        self._inbox.run(Part.SHEPHERD, lambda: slurm_launch.dismiss_shepherd(process.pid), name="standby-shepherd")
-        self._inbox.run(Part.STANDBYS, lambda: self._write(process), name="standby-write")
-        errors = self._inbox.run(Part.STANDBYS, lambda: self._read_errors(process), name="standby-error")
-        assert process.stdout is not None, "Popen was given a pipe"
-        for line in process.stdout:
-            self._hear(line)
-        code = process.wait()
-        self._ended.set()
-        errors.join(ERRORS_WITHIN_S)
+        code = wait()
         if not self._leaving:
             self._log.warning("standby_ended", why=self._error or f"srun ended with {code}")
-
-    def _write(self, process: subprocess.Popen[bytes]) -> None:
-        stdin = process.stdin
-        assert stdin is not None, "Popen was given a pipe"
-        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
-            while (word := self._output.get()) is not None:
-                stdin.write(word.encode() + b"\n")
-                stdin.flush()
 
     def _hear(self, line: bytes) -> None:
         try:
@@ -256,18 +222,11 @@ class _Step:
         if len(self._ready) == self._job.tasks(self.nodes):
             self._log.info("standby_ready", ranks=len(self._ready), mib=max(self._ready.values()))
 
-    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
+    def _on_word(self, text: str) -> None:
         """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
-        assert process.stderr is not None, "Popen was given a pipe"
-        logs = RunDirectory(self._job.run_directory)
-        log = PatientStream(lambda: (logs.logs(self._job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
-        for line in process.stderr:
-            text = redact(line.decode(errors="replace").strip())
-            if not text or slurm_launch.NOISE in text:
-                continue
-            log.write(text + "\n")
-            self._error = text[:ERROR_CHARACTERS_MAX]
-            if _OOM in text.lower():
-                path = logs.logs(self._job.attempt, self.launch) / SRUN_LOG
-                with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")  # a full disk: the exit by SIGKILL is reported all the same
+        self._words.write(text + "\n")
+        self._error = text[:ERROR_CHARACTERS_MAX]
+        if _OOM in text.lower():
+            path = RunDirectory(self._job.run_directory).logs(self._job.attempt, self.launch) / SRUN_LOG
+            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")  # a full disk: the exit by SIGKILL is reported all the same

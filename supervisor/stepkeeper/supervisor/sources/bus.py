@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import signal
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
-from stepkeeper.redaction import redact
-from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.supervisor.sources.slurmd import follow
+from stepkeeper.supervisor.srun import Srun
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats import messages as words
 
@@ -63,10 +63,12 @@ class Paces:
 
 
 ERROR_CHARACTERS_MAX = 300
-ERRORS_WITHIN_S = 1.0
+KILLED = ((1.0, signal.SIGKILL),)
 LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
-LEFT_OUT = frozenset({"launch", "rank", "own_seconds", "loading_seconds"})  # of a message in its event; watchers gather
-_EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
+# A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
+EVENTS: dict[type[words.FromRank], Any] = {
+    words.TaskExited: on.RankExited,
+    words.Hello: on.RankHello,
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,
     words.SaveStarted: on.SaveBegan,
@@ -75,6 +77,13 @@ _EVENTS: dict[type[words.FromRank], Callable[..., on.Event]] = {
     words.Finished: on.TrainingFinished,
     words.Stopped: on.TrainingStopped,
 }
+
+
+def _event(kind: Any, message: msgspec.Struct, **known: object) -> on.Event:
+    """Return the event of a message: what it knows besides counts more than what the message says."""
+    said = {name: getattr(message, name) for name in message.__struct_fields__} | known
+    event: on.Event = kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})
+    return event
 
 
 class Bus:
@@ -130,15 +139,14 @@ class Bus:
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shards of step directories
         self._paces = Paces()
-        self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._srun = Srun(inbox, Part.BUS, f"bus-{number}", on_word=self._on_word, on_line=self._on_line)
         self._closed = threading.Event()
         inbox.run(Part.BUS, lambda: self._run(list(argv), dict(environment), after_s), name=f"bus-{number}")
 
     def say(self, message: lines.ToWatcher) -> None:
         """Queue one line for every watcher; never waits."""
-        self._output.put(lines.encode(message))
+        self._srun.say(lines.encode(message, on_cut=lambda cut: self._note("", cut)))
 
     def expect(self, launch: int, tasks: int) -> None:
         """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
@@ -220,19 +228,12 @@ class Bus:
         """Ask the watchers to leave, and end the input."""
         self._closed.set()
         self.say(lines.Quit())
-        self._output.put(None)
+        self._srun.say(None)
 
     def abandon(self) -> None:
         """End srun of a bus that another one replaces; its watchers are ended by their successors."""
         self.close()
-        timer = threading.Timer(1.0, self._kill)
-        timer.daemon = True
-        timer.start()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                self._process.kill()
+        self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"bus-{self.number}-kill")
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -241,56 +242,22 @@ class Bus:
         code, error = 0, ""
         if not self._closed.wait(after_s):
             try:
-                process = self._process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=environment,
-                    start_new_session=True,  # a signal to our process group is for us alone
-                )
+                wait = self._srun.run(argv, environment)
             except OSError as failure:
                 code, error = 127, f"srun: {failure.strerror}"
             else:
-                self._inbox.run(
-                    Part.SHEPHERD,
-                    lambda: slurm_launch.dismiss_shepherd(process.pid),
-                    name=f"bus-{self.number}-shepherd",
-                )
-                errors = self._inbox.run(
-                    Part.BUS_ERRORS, lambda: self._read_errors(process), name=f"bus-{self.number}-error"
-                )
-                self._inbox.run(Part.BUS, lambda: self._write(process), name=f"bus-{self.number}-write")
-                self._read(process)
-                code = process.wait()
-                errors.join(ERRORS_WITHIN_S)
+                code = wait()
                 error = self._error if code else ""
         self._inbox.put(on.BusEnded(at=self._now(), bus=self.number, code=code, error=error))
 
-    def _write(self, process: subprocess.Popen[bytes]) -> None:
-        stdin = process.stdin
-        assert stdin is not None, "Popen was given a pipe"
-        with contextlib.suppress(BrokenPipeError), stdin:  # srun is gone: the reader says so
-            while (line := self._output.get()) is not None:
-                stdin.write(line)
-                stdin.flush()
+    def _on_line(self, line: bytes) -> None:
+        message = lines.decode_from_watcher(line)
+        if message is not None:
+            self._emit(message)
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        stdout = process.stdout
-        assert stdout is not None, "Popen was given a pipe"
-        for line in stdout:
-            message = lines.decode_from_watcher(line)
-            if message is not None:
-                self._emit(message)
-
-    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
-        stderr = process.stderr
-        assert stderr is not None, "Popen was given a pipe"
-        for line in stderr:
-            text = line.decode(errors="replace").strip()
-            if text and slurm_launch.NOISE not in text:
-                self._error = redact(text)[:ERROR_CHARACTERS_MAX]
-                self._notice_death(text)
+    def _on_word(self, text: str) -> None:
+        self._error = text[:ERROR_CHARACTERS_MAX]
+        self._notice_death(text)
 
     def _notice_death(self, text: str) -> None:
         """Take srun's word for a dead watcher: `srun: error: NODE: task 1: Killed`."""
@@ -331,16 +298,14 @@ class Bus:
                     self._inbox.put(event)
             case lines.Paced():
                 launch = self._launch(message.launch)
-                paced = self._paces.receive(message, launch, at) if launch is not None else None
-                if paced is not None:
-                    self._inbox.put(paced)
+                if launch is not None:
+                    self._inbox.guard(Part.PACE, self._on_paced)(message, launch, at)
             case lines.Lost():
                 launch = self._launch(message.launch)
                 if launch is not None:
                     self._inbox.put(on.RankExited(at=at, launch=launch, rank=message.rank, node=message.node))
             case lines.Faulted():
-                fields = {name: getattr(message, name) for name in message.__struct_fields__}
-                self._inbox.put(on.NodeFaulted(at=at, **fields))
+                self._inbox.put(_event(on.NodeFaulted, message, at=at))
             case lines.ShardRead():
                 self._on_share(message)
             case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
@@ -374,6 +339,11 @@ class Bus:
             )
         )
 
+    def _on_paced(self, message: lines.Paced, launch: int, at: float) -> None:
+        paced = self._paces.receive(message, launch, at)
+        if paced is not None:
+            self._inbox.put(paced)
+
     def _on_checked(self, message: lines.Checked) -> None:
         unfit = (on.Unfit(node=message.node, why=message.unfit),) if message.unfit else ()
         self._inbox.put(on.NodesChecked(at=self._now(), nodes=(message.node,), unfit=unfit))
@@ -401,24 +371,6 @@ class Bus:
         launch = self._launch(word.launch)
         if launch is None:
             return None
-        match word:
-            case words.TaskStarted():
-                return self._on_task_started(launch, word, at)
-            case words.TaskExited():
-                return on.RankExited(
-                    at=at, launch=launch, rank=word.rank, node=node, code=word.code, signal=word.signal
-                )
-            case words.Hello():
-                return on.RankHello(
-                    at=at,
-                    launch=launch,
-                    rank=word.rank,
-                    node=node,
-                    resumed_step=word.resumed_step,
-                    total_steps=word.total_steps,
-                    framework=word.framework,
-                    unable=word.unable,
-                )
-            case _:
-                names = set(word.__struct_fields__) - LEFT_OUT
-                return _EVENTS[type(word)](at=at, launch=launch, **{name: getattr(word, name) for name in names})
+        if isinstance(word, words.TaskStarted):
+            return self._on_task_started(launch, word, at)
+        return _event(EVENTS[type(word)], word, at=at, launch=launch, node=node)

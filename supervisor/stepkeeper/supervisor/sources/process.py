@@ -7,19 +7,13 @@ over.  Every other part may fail: it is logged once with its traceback, comes as
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from enum import StrEnum
-from typing import ParamSpec
 
 from stepkeeper import loop_tools
 from stepkeeper.core.events import Event, PartFailed, SignalReceived
-from stepkeeper.loop_tools import Clock
-
-ERROR_CHARACTERS_MAX = 300
-Arguments = ParamSpec("Arguments")
+from stepkeeper.loop_tools import shown
 
 
 class Part(StrEnum):
@@ -52,6 +46,11 @@ class Part(StrEnum):
     SHEPHERD = "shepherd"
     SLURMD = "slurmd"
     BUS_ERRORS = "bus-errors"
+    PACE = "pace"  # which nodes are slow
+    SLURMS_TIME = "slurms-time"
+    FRAMEWORK = "framework"
+    RANK_FILES = "rank-files"
+    LAUNCH_LOGS = "launch-logs"
     METRICS = "metrics"
     JOURNAL = "journal"
     LOG = "log"
@@ -59,28 +58,10 @@ class Part(StrEnum):
 
 
 ESSENTIAL = frozenset((Part.SIGNALS, Part.BUS, Part.LAUNCH, Part.KILL))
-Report = Callable[[Part, BaseException, str], None]
-
-
-def to_stderr(part: Part, error: BaseException, trace: str) -> None:
-    """Say it where no log is there yet."""
-    sys.stderr.write(f"stepkeeper: {part.value} failed: {error!r}\n{trace}")
 
 
 class Inbox(loop_tools.Inbox[Event]):
     """Events on their way to the loop."""
-
-    def __init__(self, clock: Clock, report: Report = to_stderr) -> None:
-        """Begin without events.
-
-        Args:
-            clock: of the events.
-            report: called once for each kind of failure of an optional part.
-        """
-        super().__init__(clock)
-        self.report = report
-        self._failures = threading.Lock()
-        self._failed: set[tuple[Part, type[BaseException]]] = set()
 
     def run(
         self,
@@ -90,61 +71,17 @@ class Inbox(loop_tools.Inbox[Event]):
         name: str = "",
         answer: Callable[[str], Event] | None = None,
     ) -> threading.Thread:
-        """Run a part on a thread.
-
-        Args:
-            part: which.
-            work: what it does.
-            name: of the thread, where the part has several.
-            answer: the event that the rules wait for, made of what went wrong; None: they wait for none.
-        """
+        """Run a part on a thread, as `run_optional` where it is not essential."""
         if part in ESSENTIAL:
             return self.run_thread(name or part.value, work)
+        return self.run_optional(part.value, work, name=name, answer=answer)
 
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - reported, and training goes on
-                self.failed(part, error)
-                if answer is not None:
-                    self.put(answer(shown(error)))
-
-        return self.run_thread(name or part.value, guarded)
-
-    def guard(self, part: Part, call: Callable[Arguments, object]) -> Callable[Arguments, None]:
-        """Return an optional call that never raises."""
-
-        def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-            try:
-                call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - reported, and training goes on
-                self.failed(part, error)
-
-        return guarded
-
-    def failed(self, part: Part, error: BaseException) -> None:
-        """Report a failure of an optional part, each kind once: in the log, and as an event."""
-        with self._failures:
-            known = (part, type(error)) in self._failed
-            self._failed.add((part, type(error)))
-        if known:
-            return
-        self.report(part, error, "".join(traceback.format_exception(error)))
-        self.put(PartFailed(at=self.clock.now(), part=part.value, error=shown(error)))
-
-    def watch_threads(self) -> None:
-        """Report what other threads of this process raise, too: nothing else would."""
-
-        def hook(args: threading.ExceptHookArgs) -> None:
-            if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
-                self.failed(Part.OTHER, args.exc_value)
-
-        threading.excepthook = hook
-
-
-def shown(error: BaseException) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:ERROR_CHARACTERS_MAX]
+    def failed(self, part: str, error: BaseException) -> bool:
+        """Report a failure of an optional part as an event, too."""
+        new = super().failed(part, error)
+        if new:
+            self.put(PartFailed(at=self.clock.now(), part=str(part), error=shown(error)))
+        return new
 
 
 # Signals to the batch process become events.

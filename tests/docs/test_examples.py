@@ -45,6 +45,8 @@ NOT_RUN = {
 NOT_EXECUTED = {  # pages whose Python is run elsewhere, or not
     "docs/dcp.md": "tests/trainer/test_dcp_storage.py",
     "docs/tiers.md": "needs an object store: tests/trainer/test_tiers.py",
+    "docs/tutorials/huggingface.md": "needs transformers: tests/frameworks/test_tutorials.py",
+    "docs/tutorials/lightning.md": "needs Lightning: tests/frameworks/test_tutorials.py",
     "docs/tutorials/own-loop.md": "tests/trainer/test_pages.py, tests/stories/test_quickstart.py",
 }
 # what the page's reader has already: a loop's names, and fewer steps

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepkeeper_trainer.coordinate.agreement import Want, Wish
+from stepkeeper_trainer.coordinate.agreement import Proposal, Want
 from stepkeeper_trainer.coordinate.cadence import Cadence
 from stepkeeper_trainer.formats.interval import FailureRate
 from stepkeeper_trainer.log import say, warn
@@ -53,15 +53,15 @@ owner = Owner()
 
 
 class Requests:
-    """Asked is what this rank heard; agreed is what all ranks will do, at the same boundary."""
+    """Asked is what this rank received; agreed is what all ranks will do, at the same boundary."""
 
     def __init__(self, link: Link, *, signals: bool = True) -> None:
         """Listen to the supervisor, and with `signals` to SIGTERM and SIGUSR1."""
         self._link = link
         self._signals = SignalFlag(attach=signals)
-        self._signal_said: Heard | None = None
-        self._signal_done: Heard | None = None  # acted upon, or forgotten
-        self._heard: set[tuple[int, bool, float | None]] = set()
+        self._signal_said: Received | None = None
+        self._signal_done: Received | None = None  # acted upon, or forgotten
+        self._received: set[tuple[int, bool, float | None]] = set()
         self._saves_asked: set[int] = set()
         self._saves_agreed: set[int] = set()
         self._lock = threading.Lock()  # two threads listen
@@ -72,12 +72,12 @@ class Requests:
         self.stop_agreed = False
         self.deadline_at: float | None = None  # agreed; Unix seconds
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what has arrived since the last time.  Never blocks."""
         with self._lock:
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for request in self._link.receive():
             self._say_once(request)
             if request.stop:
@@ -89,16 +89,16 @@ class Requests:
             self.asked_at = self.asked_at or time.time()
             if request.deadline_at is not None:
                 self.deadline_asked = min(request.deadline_at, self.deadline_asked or request.deadline_at)
-        heard = self._signals.heard
-        if heard is not None and heard is not self._signal_done:
-            self._weigh(heard)
+        received = self._signals.received
+        if received is not None and received is not self._signal_done:
+            self._weigh(received)
 
     def _say_once(self, request: SaveRequest) -> None:
         """Log a request; a watcher repeats it each second until it is served."""
         key = (request.request_id, request.stop, request.deadline_at)
-        if key in self._heard:
+        if key in self._received:
             return
-        self._heard.add(key)
+        self._received.add(key)
         say(
             "request_heard",
             id=request.request_id,
@@ -107,25 +107,25 @@ class Requests:
             why=request.why,
         )
 
-    def _weigh(self, heard: Heard) -> None:
+    def _weigh(self, received: Received) -> None:
         """Obey a signal where no supervisor is there to decide; forget it where one has decided otherwise."""
         now = time.monotonic()
         link = self._link
         if not link.attached or (link.dead and now - link.dead_since >= ALONE_AFTER_S):
-            self._signal_done = heard
+            self._signal_done = received
             if not self.stop_asked:
                 self.stop_asked = True
                 self.asked_at = self.asked_at or time.time()
-                say("stop_asked", why=f"{heard.signal.name}, and no supervisor to decide")
+                say("stop_asked", why=f"{received.signal.name}, and no supervisor to decide")
             return
-        if heard is not self._signal_said:
-            self._signal_said = heard
-            warn("signal_heard", signal=heard.signal.name, why="left to the supervisor")
-        if not link.dead and (link.back_at > heard.at or now - heard.at > SIGNAL_COUNTS_S):
-            self._signal_done = heard
-            say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
+        if received is not self._signal_said:
+            self._signal_said = received
+            warn("signal_heard", signal=received.signal.name, why="left to the supervisor")
+        if not link.dead and (link.back_at > received.at or now - received.at > SIGNAL_COUNTS_S):
+            self._signal_done = received
+            say("signal_forgotten", signal=received.signal.name, why="the supervisor is there, and did not ask to stop")
 
-    def wish(self, rank: Wish, *, due: bool = False) -> Wish:
+    def propose(self, rank: Proposal, *, due: bool = False) -> Proposal:
         """Return what this rank has to say to the others: what it was asked for, besides how its saves are.
 
         Args:
@@ -141,7 +141,7 @@ class Requests:
             request_id=max(self._saves_asked, default=0),
         )
 
-    def agree(self, agreed: Wish) -> None:
+    def agree(self, agreed: Proposal) -> None:
         """Take over what all ranks said."""
         asked = agreed.want >= Want.SAVE  # less is a clock's word, and nobody's request
         if asked:
@@ -174,7 +174,7 @@ class Requests:
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """One signal that arrived."""
 
     signal: signal.Signals
@@ -186,14 +186,14 @@ class SignalFlag:
 
     def __init__(self, *, attach: bool) -> None:
         """Install the handlers, where this is the main thread (Python allows it nowhere else)."""
-        self.heard: Heard | None = None
+        self.received: Received | None = None
         self._before: dict[int, Any] = {}
         if attach and threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.heard = Heard(signal.Signals(number), time.monotonic())
+        self.received = Received(signal.Signals(number), time.monotonic())
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -207,7 +207,7 @@ class SignalFlag:
 
 OBSERVE_EVERY_S = 60.0  # node-hours that passed without a failure are taken in so often
 STEPS_KEPT = 64  # whose median tells how long a step usually takes
-CHANGED_BY = 1.25  # an interval that is so much longer or shorter is told
+CHANGED_BY = 1.25  # an interval that is so much longer or shorter is reported
 
 
 class Toll:
@@ -267,7 +267,7 @@ class Periodic:
         self._begun_since = False  # a save has, since the ranks last spoke
         self._priced = ""  # save_id of the newest save whose cost is known
         self._observed_at = clock()
-        self._told_s: float | None = None  # the interval that was told
+        self._reported_s: float | None = None  # the interval that was reported
         self.due = False  # a save is due, and has not been begun
         self.epoch_end = False  # it is the end of an epoch that is to be saved
 
@@ -304,8 +304,8 @@ class Periodic:
             self._observed_at = now
         return self._cadence.due_by_time(step, now)
 
-    def hear(self, agreed: Wish) -> None:
-        """Take over what all ranks have heard of rank 0's clock, unless a save has begun since it was said."""
+    def note_agreed(self, agreed: Proposal) -> None:
+        """Take over what all ranks know of rank 0's clock, unless a save has begun since it was said."""
         self.due |= agreed.want is Want.DUE and not self._begun_since
 
     def begun(self, step: int) -> None:
@@ -331,17 +331,17 @@ class Periodic:
             return
         self._priced = newest.save_id
         self._cadence.note_save(self._toll.settle(newest.blocked_s), newest.persist_s or 0.0)
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Say what the clock's interval is, when it has changed much."""
         costs = self._cadence.costs
         if not self._clocked or not self._rule.auto or costs is None:
             return
-        interval_s, told_s = self._cadence.interval_s, self._told_s
-        if told_s is not None and 1 / CHANGED_BY < interval_s / told_s < CHANGED_BY:
+        interval_s, reported_s = self._cadence.interval_s, self._reported_s
+        if reported_s is not None and 1 / CHANGED_BY < interval_s / reported_s < CHANGED_BY:
             return
-        self._told_s = interval_s
+        self._reported_s = interval_s
         say(
             "checkpoint_interval",
             seconds=round(interval_s, 1),

@@ -11,6 +11,7 @@ import pickle
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from stepkeeper_trainer.save.dcp_values import VALUES_NAME, Values
 from stepkeeper_trainer.save.replicas import compare
 from stepkeeper_trainer.save.report import GivenUp, RankReport, decode_items, gather
 from stepkeeper_trainer.save.save import conditions, versions
-from stepkeeper_trainer.save.writer import HashingFile, read_back
+from stepkeeper_trainer.save.writer import HashingFile, in_threads, read_back
 from stepkeeper_trainer.tiers.search import ANCESTORS, ANCESTORS_MAX
 
 if TYPE_CHECKING:
@@ -95,11 +96,13 @@ class Completer:
         if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
             names = ", ".join(name for drift in drifts for name in drift.names)
             raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
-        own: dict[str, FileEntry] = {}  # that only rank 0 writes
+        small: dict[str, bytes] = {}  # only rank 0 writes them: beside each other, so that one fsync counts
         if values is not None and values.data:
-            own[VALUES_NAME] = self._write_own(save, VALUES_NAME, values.data)
+            small[VALUES_NAME] = values.data
             reports.append(RankReport(rank=0, save_id=save.save_id, items=values.items))
-        own[METADATA_NAME] = self._write_own(save, METADATA_NAME, self._description.of(save.save_id, share, reports))
+        small[METADATA_NAME] = self._description.of(save.save_id, share, reports)
+        written = in_threads([partial(self._write_own, save, name, data) for name, data in small.items()])
+        own = dict(zip(small, written, strict=True))
         files = {name: entry for report in reports for name, entry in report.files.items()} | own
         summary = save.summary
         manifest = Manifest(
@@ -122,7 +125,7 @@ class Completer:
             save.check()
             upload.files = {**upload.files, **own}
             upload.commit = lambda: self._commit(save, manifest)
-            upload.give_up = lambda why: self._tell_failure(save, why)
+            upload.give_up = lambda why: self._report_failure(save, why)
             self._uploader.seal(upload, manifest.files, seal(manifest))
         self.parent = save.save_id
         self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
@@ -153,16 +156,16 @@ class Completer:
         )
         self._newest_here = save.save_id
         self.committed = (final, manifest)
-        self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()))
+        self._report_commit(save, final, sum(entry.bytes for entry in manifest.files.values()))
         self._on_committed(save)
 
-    def _tell_failure(self, save: Save, why: str) -> None:
+    def _report_failure(self, save: Save, why: str) -> None:
         self._link.send(
             SaveFailed(step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency),
             keep=True,
         )
 
-    def _tell(self, save: Save, final: Path, size: int) -> None:
+    def _report_commit(self, save: Save, final: Path, size: int) -> None:
         step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
         say("committed", step=step, directory=final.name, bytes=size, seconds=seconds)
         self._link.send(

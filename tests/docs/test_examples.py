@@ -31,7 +31,7 @@ NOT_RUN = {
     "submit": "needs sbatch: tests/submit/test_submit_on_slurm.py, tests/stories/test_quickstart.py",
     "resume": "needs sbatch: tests/submit/test_resume_on_slurm.py",
     "selftest": "needs Slurm: tests/selftest/test_selftest_on_slurm.py",
-    "stop": "needs a job: tests/stories/test_asking.py",
+    "stop": "needs a job: tests/stories/test_requests.py",
     "logs RUN --follow": "needs a run that goes on: tests/stories/test_first_hour.py",
     "status --follow": "needs a run that goes on: tests/reading/test_status.py",
     "status --web": "serves until it is ended: tests/report/test_web.py",

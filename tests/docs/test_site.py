@@ -40,7 +40,9 @@ def test_search_works_in_a_directory(built: Path, tmp_path: Path) -> None:
         seen.look(1280, 900, "light")
         seen.open((built / "index.html").as_uri())
         seen.run("document.querySelector('.md-search__input').focus()")
-        seen.command("Input.insertText", text="requeue")
+        for letter in "requeue":
+            seen.command("Input.dispatchKeyEvent", type="keyDown", text=letter, key=letter)
+            seen.command("Input.dispatchKeyEvent", type="keyUp", key=letter)
 
         seen.until("document.querySelectorAll('.md-search-result__link').length > 0")
 

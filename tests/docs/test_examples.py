@@ -27,7 +27,7 @@ from tests.run_analytics.build import Journal
 EXAMPLES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # its older entries name what there was
 WITHIN_S = 90.0
 NOT_RUN = {
-    # words that the command begins with, or has (`... --follow`): why
+    # what the command begins with: why
     "submit": "needs sbatch: tests/submit/test_submit_on_slurm.py, tests/stories/test_quickstart.py",
     "resume": "needs sbatch: tests/submit/test_resume_on_slurm.py",
     "selftest": "needs Slurm: tests/selftest/test_selftest_on_slurm.py",

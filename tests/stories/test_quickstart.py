@@ -32,7 +32,7 @@ WITHIN_S = 400.0
 
 @dataclass
 class Typist:
-    """Somebody who copies the pages, block by block."""
+    """A reader who copies the pages, block by block."""
 
     lab: Lab
     path: str

@@ -13,7 +13,7 @@ PYTEST = $(ONE) -n $(AT_ONCE) --dist loadscope --durations=40 --durations-min=5 
 FAILED := .venv/failed-tests
 LINTED := .venv/lint.log
 LINT = $(V)/ruff check . && $(V)/ruff format --check . && $(V)/mypy && $(V)/mypy --python-version 3.10 --package stepkeeper_trainer && $(V)/lint-imports --no-logo
-PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime debootstrap rpm
+PACKAGES := slurmctld slurmd slurm-client munge python3-venv strace gcc libc6-dev btrfs-progs e2fsprogs bubblewrap lmod charliecloud-runtime debootstrap rpm chromium
 V := .venv/bin
 
 help:  ## this list

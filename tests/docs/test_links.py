@@ -10,36 +10,16 @@ import io
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stepkeeper.cli.main import parser
+from tests.docs.pages import DOCS, FENCED, HEADING, PAGES, ROOT, commands, named
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *DOCS.rglob("*.md"),
-        DOCS / "llms.txt",
-        ROOT / "sbatch/README.md",
-        ROOT / "systemd/README.md",
-        *(ROOT / ".github/ISSUE_TEMPLATE").glob("*.md"),
-    ]
-)
-FENCED = re.compile(r"^(?P<fence>```+|~~~+)(?P<kind>\w*)\n(?P<body>.*?)^(?P=fence)$", re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {4}|\t).*(?:\n|\Z)|[ \t]*\n)+)")
 SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]*)\)")
-HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$", re.MULTILINE)
-COMMAND = re.compile(r"^[+$]?\s*(?:exec )?(?:\S*/)?stepkeeper (?P<words>.*)$")
 OF_RELEASE_0_1 = {"CHANGELOG.md"}  # its older entries name what there was
-
-
-def named(pages: list[Path]) -> list[object]:
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
 def prose(page: Path) -> str:
@@ -91,17 +71,6 @@ def test_every_page_is_in_the_navigation_and_the_navigation_names_pages() -> Non
         assert (ROOT / source).exists(), source
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(listed) == pages | set(outside.values())
-
-
-def commands(page: Path) -> Iterator[str]:
-    """Each line of a code block that calls the command."""
-    text = page.read_text()
-    blocks = [found["body"] for found in FENCED.finditer(text) if found["kind"] not in ("text", "python")]
-    blocks += INDENTED.findall(FENCED.sub("\n\n", text))
-    for block in blocks:
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            if found := COMMAND.match(line.strip()):
-                yield re.split(r"\s+#\s", found["words"], maxsplit=1)[0].strip()
 
 
 every_command = functools.cache(parser)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import typing
 from pathlib import Path
 
 import msgspec
 
+import stepkeeper_trainer
 from stepkeeper.core import effects, events, reasons
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import journal
@@ -69,3 +71,12 @@ def test_every_structure_in_a_record_has_a_section_with_its_keys() -> None:
         assert section, kind
         for key in kind.__struct_fields__:
             assert key == "at" or f"| `{key}` |" in section.group(1), (kind, key)
+
+
+def test_the_python_api_has_each_name_of_the_library() -> None:
+    page = (DOCS / "python-api.md").read_text()
+    named = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    for place in named:
+        module, _, name = place.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is getattr(stepkeeper_trainer, name)
+    assert {place.rpartition(".")[2] for place in named} == set(stepkeeper_trainer.__all__) - {"__version__"}

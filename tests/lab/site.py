@@ -41,6 +41,13 @@ def supervisor_python() -> Path:
     return _site(torch=False)
 
 
+def dependencies() -> tuple[Path, Path]:
+    """Return a Python without packages that everybody can run, and a directory with torch and what Stepkeeper needs."""
+    interpreter = _interpreter()
+    with locked(SITES):
+        return interpreter, _dependencies(interpreter, torch=True)
+
+
 def _works(python: Path, user: str) -> bool:
     account = pwd.getpwnam(user)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.core import events as on
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, Watchers
 from stepkeeper.run_analytics.screen import glance, line, screen
@@ -16,6 +17,7 @@ from stepkeeper.simulate.scenario import given_training
 from stepkeeper_trainer.formats import lease
 from tests.reading import build
 from tests.reading.conftest import Command
+from tests.run_analytics.build import Journal
 
 
 def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -> None:
@@ -58,6 +60,36 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["run_directory"] == str(run.path)
     assert document["silent"] is True
     assert document["done"] is False
+
+
+@pytest.mark.parametrize("name", ["checkpoint-250", "stepkeeper-step=250.ckpt"])
+def test_the_checkpoint_of_a_framework_is_looked_for_where_it_is(
+    command: Command, run: RunDirectory, name: str
+) -> None:
+    there = run.path.parent / "outputs" / name  # a directory, or one file
+    there.parent.mkdir()
+    told = Journal()
+    told.begin(0)
+    told.launch(0)
+    saved = {"launch": 0, "step": 250, "save_id": "", "bytes": 0, "seconds": 1.0, "framework": "any"}
+    told.tell(on.CheckpointCommitted(at=time.time(), directory=str(there), **saved))
+    build.write_status(run, checkpoint_step=250)
+    build.write_journal(run, told.records)
+    assert f"step 250 ({name}): gone" in command("status", run.path).out
+
+    if there.suffix:
+        there.touch()
+    else:
+        there.mkdir()
+
+    assert f"step 250 ({name}): committed, not yet verified" in command("status", run.path).out
+    told.tell(on.CheckpointVerified(at=time.time(), directory=str(there), ok=True))
+    build.write_journal(run, told.records[-1:])
+    assert f"step 250 ({name}): verified" in command("status", run.path).out
+    assert json.loads(command("status", run.path, "--json").out)["checkpoint_directory"] == str(there)
+    reported = json.loads(command("report", run.path, "--json").out)
+    [states] = [each["states"] for each in reported["checkpoints"] if each["directory"] == name]
+    assert states == ["verified"]
 
 
 def test_a_start_says_what_it_waits_for(command: Command, run: RunDirectory) -> None:

@@ -13,15 +13,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
+from tests.lab import requirements
+
 BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WITHIN_S = 120.0
+
+
+def need() -> None:
+    """Skip where no browser is installed, fail where CI says that all must be there."""
+    if BINARY is None:
+        reason = "no browser here: apt-get install chromium"
+        if requirements.required():
+            pytest.fail(reason)
+        pytest.skip(reason)
 
 
 class Browser:
     """One page in a headless browser; it remembers what the console said and what was asked of any server."""
 
     def __init__(self, profile: Path) -> None:
-        assert BINARY is not None, "the test is skipped without one"
+        assert BINARY is not None, "`need` comes first"
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         self._number = 0

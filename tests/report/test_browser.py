@@ -17,15 +17,12 @@ from tests.reading import build as runs
 from tests.reading.conftest import run
 from tests.report import browser
 from tests.report.browser import Browser
-from tests.report.test_web import served, written
+from tests.report.test_web import long_run, served, written
 from tests.run_analytics.build import START, Journal
 
 __all__ = ["run"]
 
-pytestmark = [
-    pytest.mark.campaign,
-    pytest.mark.skipif(browser.BINARY is None, reason="no chromium on this machine"),
-]
+pytestmark = pytest.mark.campaign
 WINDOWS = [(size, scheme) for size, scheme in itertools.product(((390, 844), (1280, 900)), ("light", "dark"))]
 # text and its background, blended where an element has none of its own: WCAG's contrast of each
 CONTRAST = """(() => {
@@ -54,6 +51,7 @@ CONTRAST = """(() => {
 
 @pytest.fixture
 def looked(tmp_path: Path) -> Iterator[Browser]:
+    browser.need()
     with Browser(tmp_path / "profile") as found:
         yield found
 
@@ -77,8 +75,17 @@ def eventful() -> Journal:
     return told
 
 
+OVERLAPS = """[...document.querySelectorAll(".axis")].flatMap((axis) => {
+  const shown = [...axis.children].filter((each) => each.checkVisibility());
+  const places = shown.map((each) => each.getBoundingClientRect()).sort((one, other) => one.left - other.left);
+  return places.slice(1).filter((place, index) => place.left < places[index].right + 6).map((place) => place.left);
+})"""
+
+
 def fits(seen: Browser) -> None:
-    """Nothing stands out of the window, and no line of a card is cut off."""
+    """Nothing stands out of the window, no line of a card is cut off, no label lies on another, no state is broken."""
+    assert seen.run(OVERLAPS) == [], "labels of an axis overlap"
+    assert seen.run("[...document.querySelectorAll('em[class^=w-]')].every((e) => e.getClientRects()[0].height < 30)")
     assert seen.run("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
     assert seen.run("[...document.querySelectorAll('h1,h2,.card,.note')].every((e) => e.scrollWidth <= e.clientWidth)")
 
@@ -139,3 +146,50 @@ def test_the_report_in_a_browser(
     assert "attempt 0" in looked.run("document.getElementById('tip').textContent")
     assert looked.requests == [target.as_uri()]
     assert looked.console == []
+
+
+SEEN = """(() => {
+  const shown = performance.getEntriesByName("first-contentful-paint")[0];
+  return {
+    elements: document.querySelectorAll("*").length,
+    characters: document.documentElement.outerHTML.length,
+    height: document.documentElement.scrollHeight,
+    ms: shown ? Math.round(shown.startTime) : null,
+  };
+})()"""
+
+
+@pytest.mark.parametrize("size", [(390, 844), (1280, 900)])
+def test_100000_steps_and_512_ranks_in_a_browser(run: RunDirectory, looked: Browser, size: tuple[int, int]) -> None:
+    """The page of a long run on many nodes is as large as one of a short run on two, but for a bounded part."""
+    seen = []
+    for nodes, steps in ((2, 1000), (64, 100_000)):
+        told = long_run(run, nodes=nodes, steps=steps)
+        looked.look(*size, "dark")
+        with served(run) as viewer:
+            looked.open(f"http://127.0.0.1:{viewer.port}/{viewer.token}/")
+            looked.until("performance.getEntriesByName('first-contentful-paint').length")
+            seen.append(looked.run(SEEN))
+            fits(looked)
+            looked.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+            fits(looked)
+            looked.run("scrollTo(0, document.documentElement.scrollHeight)")
+            fields = {"nodes": told.nodes, "attempt": 0, "launch": told.state.launch.number}
+            runs.write_status(run, step=steps + 1, total_steps=2 * steps, **fields)
+            looked.until(f"document.body.textContent.includes('{steps + 1:,} of {2 * steps:,}')")
+        run.journal.unlink()
+
+    short, long = seen
+    print(f"first paint: {short['ms']} ms of the short run, {long['ms']} ms of the long one")
+    for what, times in (("elements", 3), ("characters", 3), ("height", 2.5)):
+        assert long[what] <= times * short[what], seen
+
+
+def test_a_browser_that_is_not_there_is_a_failure_where_all_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browser, "BINARY", None)
+    monkeypatch.setenv("TEST_REQUIRE_SLURM", "1")
+    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
+        browser.need()
+    monkeypatch.delenv("TEST_REQUIRE_SLURM")
+    with pytest.raises(pytest.skip.Exception):
+        browser.need()

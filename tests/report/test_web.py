@@ -442,19 +442,28 @@ def test_many_viewers_share_one_look(run: RunDirectory, monkeypatch: pytest.Monk
     assert len(looked) == 1
 
 
-def test_a_long_run_on_512_ranks_stays_small(run: RunDirectory) -> None:
-    """100,000 steps: what is sent and drawn does not grow with them; what is new is read alone."""
-    told = Journal(nodes=tuple(f"gpu{index:04d}" for index in range(64)))
+def long_run(run: RunDirectory, *, nodes: int = 64, steps: int = 100_000) -> Journal:
+    """Write a run on nodes of 8 GPUs, with a checkpoint every 500 steps."""
+    told = Journal(nodes=tuple(f"gpu{index:04d}" for index in range(nodes)))
     told.begin(0, gpus_per_node=8)
     told.launch(0)
     launch = told.state.launch.number
     with (run.path / "metrics.csv").open("w") as file:
-        losses = ((n, 4 - n * 1e-5 + n % 17 / 100) for n in range(1, 100_001))
+        file.write("step,loss,tokens,lr,grad_norm,time,attempt,launch\n")
+        losses = ((n, 4 - n * 1e-5 + n % 17 / 100) for n in range(1, steps + 1))
         file.writelines(f"{n},{loss},{n},0.001,1,{START + n},0,{launch}\n" for n, loss in losses)
-    for step in range(500, 100_001, 500):
+    for step in range(500, steps + 1, 500):
         told.commit(step, at=step)
     runs.write_journal(run, told.records)
-    runs.write_status(run, step=100_000, nodes=told.nodes, attempt=0, total_steps=200_000, updated_at=START + 100_000)
+    fields = {"nodes": told.nodes, "attempt": 0, "launch": launch, "total_steps": 2 * steps}
+    runs.write_status(run, step=steps, updated_at=START + steps, **fields)
+    return told
+
+
+def test_a_long_run_on_512_ranks_stays_small(run: RunDirectory) -> None:
+    """100,000 steps: what is sent and drawn does not grow with them; what is new is read alone."""
+    told = long_run(run)
+    launch = told.state.launch.number
 
     with served(run) as viewer:
         page, first = viewer.ask().body, viewer.news()

@@ -122,20 +122,23 @@ def test_a_run_begun_by_the_release_before_goes_on_under_this_one(
     assert [version_of_attempt(training, attempt) for attempt in (0, 1)] == [BEFORE, __version__]
 
 
-def test_a_supervisor_of_the_release_before_goes_on_with_watchers_of_this_one(
-    lab: Lab, environments: list[Environment], reference: Training
+@pytest.mark.parametrize(("supervisor", "watchers"), PAIRS)
+def test_a_supervisor_goes_on_with_watchers_of_the_other_release(
+    lab: Lab, environments: list[Environment], reference: Training, supervisor: str, watchers: str
 ) -> None:
-    """What it has in memory is the old release; the watchers that it starts again are of the new one."""
-    environment = environments[0].install(BEFORE)
-    training = skewed(lab, "watchers", environment, environment, step_seconds=0.5).submit()
+    """What it has in memory is one release; the watchers that it starts again, after an exchange, are of the other."""
+    environment = environments[0].install(supervisor)
+    training = skewed(lab, f"watchers-{watchers or 'now'}", environment, environment, step_seconds=0.5).submit()
     training.wait_step(13)
-    environment.install(NOW)
+    environment.install(watchers)
     kill_watcher(training)
     training.wait_step(20)
+    environment.install(NOW)  # of the next attempt
     lab.requeue(training.job_id)
     training.wait_end()
 
     resumed(training, reference)
+    assert [version_of_attempt(training, attempt) for attempt in (0, 1)] == [supervisor or __version__, __version__]
 
 
 def test_ranks_that_die_after_an_upgrade_go_on_under_this_release(

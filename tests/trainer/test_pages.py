@@ -29,18 +29,20 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def launch(script: Path, ranks: int, name: str = "train", **environment: str) -> Ranks:
-    """Start it as a user does who gives it nothing: in its own directory."""
+def launch(script: Path, ranks: int, *options: str, name: str = "train", **environment: str) -> Ranks:
+    """Start it as a user does: in its own directory."""
     run_dir = script.parent / "runs" / name
     run_dir.parent.mkdir(exist_ok=True)  # for the logs
-    return Ranks(ranks, run_dir, command=[sys.executable, script.name], cwd=script.parent, environment=environment)
+    return Ranks(
+        ranks, run_dir, command=[sys.executable, script.name, *options], cwd=script.parent, environment=environment
+    )
 
 
 @pytest.mark.campaign  # test_runs stops and resumes train_lm; the page's script runs in the next test
 def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
     """Two ranks in a Slurm job, no supervisor, no argument: one SIGTERM to one rank saves and stops both."""
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
-    with launch(script, 2, "train-7", **job) as ranks:
+    with launch(script, 2, name="train-7", **job) as ranks:
         ranks.until_step(5)
         ranks.processes[1].send_signal(signal.SIGTERM)
         assert ranks.wait() == [75, 75], ranks.output()
@@ -50,7 +52,7 @@ def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
     assert chosen is not None
     assert 5 <= chosen.step < STEPS
 
-    with launch(script, 2, "train-7", **job, STEPKEEPER_RESUME_FROM="latest") as ranks:
+    with launch(script, 2, name="train-7", **job, STEPKEEPER_RESUME_FROM="latest") as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
         said = ranks.output()
 
@@ -60,8 +62,7 @@ def test_the_script_is_stopped_by_a_signal_and_goes_on(script: Path) -> None:
 
 
 def test_the_script_runs_alone(script: Path) -> None:
-    script.write_text(script.read_text().replace(f"STEPS, BATCH = {STEPS},", "STEPS, BATCH = 20,"))
-    with launch(script, 1) as ranks:
+    with launch(script, 1, "--steps=20") as ranks:
         assert ranks.wait() == [0], ranks.output()
 
     assert max(losses(script.parent / "runs/train")) == 20

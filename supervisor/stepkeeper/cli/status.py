@@ -283,7 +283,10 @@ def _phase_since(run: RunDirectory, status: Status) -> float | None:
 
 
 def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
-    """Return the newest commit's directory, of those with the step's number."""
+    """Return the newest commit's directory, of those with the step's number.
+
+    A framework's checkpoints lie elsewhere; a run directory may have been moved, with its step directories.
+    """
     if step is None:
         return None
     lines = itertools.islice(journal.read_lines(run.journal, newest_first=True), LINES_BACK_MAX)
@@ -291,7 +294,9 @@ def _checkpoint(run: RunDirectory, step: int | None) -> str | None:
         event = record.event if record is not None else None
         directory = getattr(event, "directory", None)
         if isinstance(directory, str) and getattr(event, "step", None) == step:
-            return str(run.checkpoints / os.path.basename(directory))
+            inside = run.checkpoints / os.path.basename(directory)
+            is_elsewhere = os.path.isabs(directory) and not inside.exists() and os.path.exists(directory)
+            return directory if is_elsewhere else str(inside)
     return None
 
 

@@ -236,6 +236,7 @@ class History(msgspec.Struct, kw_only=True):
     verified: dict[str, str] = msgspec.field(default_factory=dict)  # directory -> problem; empty: it is verified
     verified_at: dict[str, float] = msgspec.field(default_factory=dict)  # when that was found out
     chosen: dict[str, int] = msgspec.field(default_factory=dict)  # directory -> launches that started from it
+    elsewhere: dict[str, str] = msgspec.field(default_factory=dict)  # checkpoints of frameworks: name -> path
     records: int = 0
 
 
@@ -396,6 +397,8 @@ class HistoryBuilder:
                     emergency=event.emergency,
                 )
                 launch.saves.append(save)
+                if event.framework:
+                    self.seen.elsewhere[name_of(event.directory)] = event.directory
             case on.SaveFailed():
                 launch.saves.append(Saved(requested=began, durable=at, step=event.step, error=event.error))
 

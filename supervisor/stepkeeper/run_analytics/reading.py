@@ -75,10 +75,14 @@ class Reader:
         said = self._builder.history()
         _add_rescues(self._run, said)
         checkpoints = self._run.checkpoints
+        disk = on_disk(checkpoints, self._looked_at)
+        for name, path in said.elsewhere.items():
+            if (there := look_elsewhere(Path(path))) is not None:
+                disk.setdefault(name, there)
         return timeline.build(
             said,
             self._table.rows,
-            timeline.checkpoints(said, lineages.read(checkpoints), on_disk(checkpoints, self._looked_at)),
+            timeline.checkpoints(said, lineages.read(checkpoints), disk),
             updated_at=_updated_at(self._run),
             now=micro(time.time() if now is None else now),
         )
@@ -138,19 +142,31 @@ def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, .
     return found, problems
 
 
+def look_elsewhere(path: Path) -> OnDisk | None:
+    """Look at the checkpoint of a framework, a directory or a file: only whether it is there, and since when."""
+    try:
+        changed_at = os.stat(path).st_mtime
+    except OSError:
+        return None
+    return OnDisk(step=0, changed_at=max(changed_at, _changed_at(path)))
+
+
 def condition_of(directory: Path, run: RunDirectory) -> str:
-    """Return one of the three words for a step directory of a run, by a look at it and the end of the journal.
+    """Return one of the three words for a checkpoint of a run, by a look at it and the end of the journal.
 
     One that is not there any more is `gone`.
 
     Raises:
         OSError: the journal is there and cannot be read.
     """
-    if not directory.is_dir():
+    in_run = directory.parent == run.checkpoints
+    there = look_elsewhere(directory)
+    if there is None or (in_run and not directory.is_dir()):
         return "gone"
     newest = journal.read_lines(run.journal, newest_first=True)
     records = [line.record for line in itertools.islice(newest, LINES_BACK_MAX) if line.record is not None]
-    there, _ = look(steps.open_step(directory), Cache(directory.parent))
+    if in_run:
+        there, _ = look(steps.open_step(directory), Cache(directory.parent))
     problem, verified = timeline.judged(directory.name, history.read_history(reversed(records)), there)
     return timeline.condition(problem, verified=verified)
 

@@ -1,0 +1,58 @@
+"""The built site in a real browser, from a directory without a server and without a network."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.report import browser
+from tests.report.browser import Browser
+
+pytestmark = pytest.mark.campaign
+
+PACKAGES = Path("/var/tmp/stepkeeper-docs-tests")  # CI builds the site with those of `make docs` at the same time
+WITHIN_S = 500.0
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = subprocess.run(
+        ["make", "docs-packages", f"DOCS_PACKAGES={PACKAGES}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip(f"the packages of tests/requirements-docs.txt cannot be installed: {made.stderr[-300:]}")
+    site = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [PACKAGES / "bin/mkdocs", "build", "--strict", "--quiet", "--site-dir", site],
+        cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={"NO_MKDOCS_2_WARNING": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def test_search_works_in_a_directory(built: Path, tmp_path: Path) -> None:
+    browser.need()
+    with Browser(tmp_path / "profile") as seen:
+        seen.look(1280, 900, "light")
+        seen.open((built / "index.html").as_uri())
+        seen.run("document.querySelector('.md-search__input').focus()")
+        for letter in "requeue":
+            seen.command("Input.dispatchKeyEvent", type="keyDown", text=letter, key=letter)
+            seen.command("Input.dispatchKeyEvent", type="keyUp", key=letter)
+
+        seen.until("document.querySelectorAll('.md-search-result__link').length > 0")
+
+        found = seen.run("document.querySelector('.md-search-result__link').href")
+        assert found.startswith(built.as_uri()), found
+        assert [url for url in seen.requests if not url.startswith(("file:", "data:", "about:"))] == []
+        assert seen.console == []
+
+
+def test_the_python_api_is_read_from_the_docstrings(built: Path) -> None:
+    page = (built / "python-api.html").read_text()
+    assert "Load what this launch resumes from" in page
+    assert "how often to save" in page

@@ -54,6 +54,8 @@ MEANINGS = {
     "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
     "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
     "framework_world_changed": "the checkpoint was saved by another number of ranks, and can be resumed on that alone",
+    "world_not_noted": "how many ranks this launch has is not kept: a checkpoint that lacks the file of one may pass",
+    "worlds_not_read": "how many ranks the launches before had cannot be read: the same",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
     "submission_not_recorded": "how the job was submitted is not kept: `stepkeeper resume` has to ask Slurm",
     "no_batch_script": "in an allocation of `salloc` or a bare `srun`: nothing can be requeued",

@@ -23,6 +23,7 @@ from stepkeeper.frameworks.adapters.generic import Generic
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store import worlds
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import checkpoints as acts
 from stepkeeper.supervisor.actions import foreign as module
@@ -49,7 +50,11 @@ class Case:
         environment = {**os.environ, "HOME": str(tmp_path / "home")}
         environment.pop("XDG_STATE_HOME", None)
         log = structlog.get_logger()
-        self.foreign = ForeignCheckpoints(following, environment, bytes_per_s=None, inbox=self.inbox, log=log)
+        self.run = tmp_path / "run"
+        self.run.mkdir()
+        self.foreign = ForeignCheckpoints(
+            following, environment, run_directory=self.run, bytes_per_s=None, inbox=self.inbox, log=log
+        )
 
     def step(self, number: int, *, done: bool = True) -> Path:
         path = self.root / f"ckpt-{number}"
@@ -206,6 +211,42 @@ def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path
     time.sleep(0.02)
     optimizer.write_bytes(good)  # the launch writes it anew
     assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=20)
+
+
+@pytest.mark.parametrize(
+    ("framework", "lost"), [("huggingface", "rng_state_3.pth"), ("accelerate", "random_states_3.pkl")]
+)
+def test_the_launch_that_saved_a_checkpoint_says_how_many_ranks_it_is_of(
+    tmp_path: Path, framework: str, lost: str
+) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = Case(tmp_path, framework=framework, patterns=None)
+    build = layouts.LAYOUTS[framework].build
+    paths = {step: build(case.root, step) for step in (100, 200, 300)}
+    for step, count in ((100, 2), (200, 4), (300, 3)):
+        for rank in range(2, count):
+            name = lost.replace("3", str(rank))
+            shutil.copy(paths[step] / lost.replace("3", "0"), paths[step] / name)
+    now = time.time()
+    for step, path in paths.items():
+        os.utime(path, (now - 1000 + step, now - 1000 + step))
+    for at, ranks in ((-850, 4), (-750, 3)):  # before them was another run
+        worlds.note(case.run, worlds.World(at=now + at, attempt=0, launch=0, ranks=ranks))
+
+    (paths[300] / lost.replace("3", "2")).unlink()
+    (paths[200] / lost).unlink()
+    for step in (200, 300):
+        os.utime(paths[step], (now - 1000 + step, now - 1000 + step))
+
+    event = case.choose()
+
+    assert event.directory == str(paths[100])
+    newest, next_one = (each.problem for each in event.skipped)
+    assert "missing of rank 2 of 3" in newest
+    assert "missing of rank 3 of 4" in next_one
+    os.utime(paths[200], (now - 849, now - 849))  # the clocks of two nodes do not tell whether it is of that launch
+    assert case.choose().directory == str(paths[200])
 
 
 def test_a_zero_checkpoint_needs_as_many_ranks_as_saved_it(tmp_path: Path) -> None:

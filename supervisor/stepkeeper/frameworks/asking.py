@@ -16,7 +16,7 @@ import msgspec
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import choosing, recognise
 from stepkeeper.frameworks.adapters.generic import Generic
-from stepkeeper.frameworks.choosing import How, Judged
+from stepkeeper.frameworks.choosing import How, Judged, Launched
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper_trainer.formats.reading import Reading
 
@@ -40,6 +40,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     below_step: int | None = None  # only older ones count
     left_out: tuple[Seen, ...] = ()  # that do not count
     converted: bool = False  # the script loads those that were made of others
+    launched: tuple[Launched, ...] = ()  # that have perhaps saved them, the oldest first
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ def answer(question: Question) -> Answer:
         deep=question.deep,
         cached=True,
         world_size=None,
+        launched=question.launched,
         reading=Reading(bytes_per_s=question.bytes_per_s),
     )
     beyond: list[Seen] = []

@@ -256,6 +256,21 @@ def by_content(root: Path, is_step: Callable[[Path], bool], number: Callable[[st
     return [Step(root / name, number(name)) for name in names if is_step(root / name)]
 
 
+def beside(step: Step, steps: Sequence[Step]) -> Step | None:
+    """Return the checkpoint before one in its directory, by their numbers; for the first, the one after it.
+
+    Both are of one training, as a rule: what one has and the other lacks was lost.  Where the script has changed
+    instead, only the first checkpoint behind the change is judged by the old ones.
+    """
+    if step.number is None:
+        return None
+    others = [(each.number, each) for each in steps if each.number is not None and each.path != step.path]
+    older = [pair for pair in others if pair[0] <= step.number]
+    if older:
+        return max(older, key=lambda pair: pair[0])[1]
+    return min(others, key=lambda pair: pair[0])[1] if others else None
+
+
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 
 

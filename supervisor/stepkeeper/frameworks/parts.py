@@ -9,7 +9,7 @@ from typing import Any
 
 from stepkeeper.frameworks import archives, inert
 from stepkeeper.frameworks.archives import ArchiveError, Record
-from stepkeeper.frameworks.framework import Contents, Kind, Part
+from stepkeeper.frameworks.framework import Contents, Kind, Part, Step
 from stepkeeper.frameworks.tree import ReadError
 from stepkeeper_trainer.formats import metadata, safetensors
 from stepkeeper_trainer.formats.metadata import Extent
@@ -248,6 +248,21 @@ def add_weights(contents: Contents, *, directory: str = "", stems: tuple[str, ..
                     add_safetensors(contents, single)
                 return True
     return False
+
+
+def names_beside(neighbour: Step | None, directory: str = "") -> frozenset[str]:
+    """Return the names in the checkpoint beside one, or in its directory; none where it cannot be listed."""
+    try:
+        return frozenset(os.listdir(neighbour.path / directory)) if neighbour is not None else frozenset()
+    except OSError:
+        return frozenset()  # removed meanwhile, or of another user
+
+
+def require_as_beside(contents: Contents, neighbour: Step | None, wanted: Iterable[str], found: Iterable[str]) -> None:
+    """Require what the checkpoint beside has: the framework writes the same files at each save."""
+    missing = sorted(set(wanted).difference(found))
+    if missing and neighbour is not None:
+        contents.problem(f"{some(missing)}: missing; {neighbour.path.name} beside it has it")
 
 
 def require_ranks(contents: Contents, what: str, ranks: set[int], world_size: int | None) -> None:

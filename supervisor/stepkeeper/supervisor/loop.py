@@ -112,7 +112,12 @@ class Supervisor:
         following = setting.job.following
         if following is not None and following.directory is not None:
             self.foreign = ForeignCheckpoints(
-                following, environment, bytes_per_s=setting.reading.bytes_per_s, inbox=inbox, log=log
+                following,
+                environment,
+                run_directory=setting.directory.path,
+                bytes_per_s=setting.reading.bytes_per_s,
+                inbox=inbox,
+                log=log,
             )
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest

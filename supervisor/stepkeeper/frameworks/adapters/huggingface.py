@@ -17,6 +17,7 @@ from stepkeeper.frameworks.framework import (
     SaveDoor,
     Step,
     Writes,
+    beside,
     name_matches,
     named,
 )
@@ -29,6 +30,7 @@ _DEEPSPEED = re.compile(r"global_step\d+")
 _PARSERS = ("HfArgumentParser", "TrlParser")
 _CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "PPOConfig")
 _ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", *_CONFIGS)
+_AS_BEFORE = ("scheduler.pt", "scaler.pt")  # with DeepSpeed the first, and in half precision the second
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of its own handler of SIGTERM, and nothing of it reads that
 
 
@@ -105,12 +107,17 @@ class HuggingFace(Framework):
         engines = sorted(name for name in contents.tree.directories if _DEEPSPEED.fullmatch(name))
         for engine in engines[-1:]:
             deepspeed.add_engine(contents, engine, world_size)
+            deepspeed.require_latest(contents, engine)
         self._weights(contents, engine=bool(engines))
         self._training(contents, world_size, engine=bool(engines))
-        for name in ("training_args.bin", "scaler.pt"):
+        for name in ("training_args.bin", *_AS_BEFORE):
             if name in names:
                 parts.add_archive(contents, name)
                 parts.read_pickle(contents, name)
+        neighbour = beside(step, self.list_steps(step.path.parent))
+        if not contents.not_resumable and neighbour is not None:
+            as_beside = parts.names_beside(neighbour).intersection(_AS_BEFORE)
+            parts.require_as_beside(contents, neighbour, as_beside, names)
         return contents
 
     @staticmethod

@@ -98,6 +98,7 @@ class Lightning(Framework):
                 contents.problem(f"{step.path.name}: holds no state of a Trainer")
         elif "checkpoint" in tree.directories and deepspeed.is_engine(tree, "checkpoint"):
             deepspeed.add_engine(contents, "checkpoint", world_size)
+            deepspeed.require_latest(contents, "checkpoint")
         else:
             keys = parts.add_dcp(contents)
             if _META not in tree:

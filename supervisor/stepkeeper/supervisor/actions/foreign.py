@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -18,9 +19,11 @@ import structlog
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.asking import Answer, Newest, Question, Seen
+from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
+from stepkeeper.run_store import worlds
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
 
@@ -59,6 +62,7 @@ class ForeignCheckpoints:
         following: Following,
         environment: Mapping[str, str],
         *,
+        run_directory: Path,
         bytes_per_s: float | None,
         inbox: Inbox,
         log: Log,
@@ -67,6 +71,7 @@ class ForeignCheckpoints:
         assert following.directory is not None, "the caller looks"
         self._following = following
         self._environment = without_python(environment)
+        self._run_directory = run_directory
         self._bytes_per_s = bytes_per_s
         self._inbox = inbox
         self._log = log
@@ -134,6 +139,14 @@ class ForeignCheckpoints:
         )
 
     # --- called on other threads ------------------------------------------------------------------
+
+    def note_launch(self, attempt: int, launch: int, ranks: int | None) -> None:
+        """Note how many ranks a launch has that begins: most frameworks do not write that into a checkpoint."""
+        try:
+            world = worlds.World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks)
+            worlds.note(self._run_directory, world)
+        except OSError as error:
+            self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
 
     def choose(self, is_old: Callable[[], bool]) -> on.CheckpointChosen:
         """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
@@ -228,7 +241,15 @@ class ForeignCheckpoints:
             below_step=below_step,
             left_out=left_out,
             converted=self._following.converted,
+            launched=self._launched(),
         )
+
+    def _launched(self) -> tuple[Launched, ...]:
+        try:
+            return tuple(Launched(at=each.at, ranks=each.ranks) for each in worlds.read(self._run_directory))
+        except OSError as error:
+            self._log.warning("worlds_not_read", error=f"{error.filename}: {error.strerror}")
+            return ()
 
     def _ask(
         self, question: Question, *, is_old: Callable[[], bool] = lambda: False, within_s: float | None = None

@@ -75,8 +75,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def ranks(self, nodes: Sequence[str]) -> int | None:
         """Return the ranks of a launch on so many nodes; None where CMD itself chooses their number."""
-        chosen_by_us = self.wrapped and (self.torchrun or not self.launcher)
-        return len(nodes) * self.geometry.tasks_per_node if chosen_by_us else None
+        each: int | None = self.geometry.tasks_per_node
+        if not self.wrapped or "PET_NPROC_PER_NODE" in os.environ:
+            each = None
+        elif self.launcher and not self.torchrun:
+            each = cmd.torchrun_ranks(self.command, self.geometry.tasks_per_node)
+        return None if each is None else len(nodes) * each
 
     def tasks(self, nodes: Sequence[str]) -> int:
         """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
@@ -290,6 +294,8 @@ class Launch:
         try:
             for path in (self._logs, self._logs / paths.ERRORS_NAME, self._logs / paths.STACKS_NAME):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._foreign is not None:
+                self._foreign.note_launch(self._job.attempt, launch, self._job.ranks(self._meeting.nodes))
             hosts = {}
             if not self._meeting.in_slurms_order:
                 tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)

@@ -94,12 +94,7 @@ SAVED = [
         for variant in ("pipeline-0", "pipeline-1", "experts-0", "experts-2")
     ),
 ]  # fmt: skip
-NOT_NEEDED = {
-    "huggingface": {
-        "training_args.bin": "the Trainer has arguments of its own",
-        "config.json": "the script makes the model, and loads its weights",
-    }
-}
+NOT_NEEDED = {"huggingface": {"training_args.bin": "the Trainer of the new launch has arguments of its own"}}
 """Files that a resume does not need, and why."""
 
 

@@ -164,6 +164,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.told,
+        **chosen_checkpoint(job, meeting),
         **python_path(job, environment),
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
@@ -176,6 +177,13 @@ def python_path(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     own = str(Path(hook.__file__).parent / "site")
     behind = environment.get("PYTHONPATH", "")
     return {"PYTHONPATH": f"{own}:{behind}" if behind else own}
+
+
+def chosen_checkpoint(job: Job, meeting: Meeting) -> dict[str, str]:
+    """Return what names the framework's checkpoint to a script whose own call names none, where the run attaches."""
+    if hook.VARIABLE not in job.told or job.following is None or meeting.arguments is None:
+        return {}
+    return {hook.CHECKPOINT_VARIABLE: f"{job.following.framework}:{meeting.resume_from}"}
 
 
 def own_line(environment: Mapping[str, str], line: Sequence[str]) -> dict[str, str]:

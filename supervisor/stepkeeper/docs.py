@@ -54,6 +54,10 @@ MEANINGS = {
     "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
     "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
     "framework_world_changed": "the checkpoint was saved by another number of ranks, and can be resumed on that alone",
+    "cannot_save_on_notice": "a notice cannot be answered by a save: the last periodic checkpoint counts",
+    "pointer_repaired": "a pointer file of the framework names the checkpoint of this launch now, and what it named",
+    "pointer_not_repaired": "such a file names another checkpoint, and was not rewritten, and why",
+    "pointers_not_repaired": "such files could not be looked at, and why",
     "world_not_noted": "how many ranks this launch has is not kept: a checkpoint that lacks the file of one may pass",
     "worlds_not_read": "how many ranks the launches before had cannot be read: the same",
     "fewer_cpus_than_ranks": "the job has fewer CPUs than ranks on a node",
@@ -265,6 +269,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Checkpoints": (
         "load_memory_gib", "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
         "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
+        "repair_pointers",
     ),
     "Notices, time limit, stop": (
         "attach", "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",

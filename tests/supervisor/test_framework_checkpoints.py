@@ -18,10 +18,13 @@ from stepkeeper.config.patterns import Patterns
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.frameworks import choosing
+from stepkeeper.doctor.script import examine
+from stepkeeper.frameworks import choosing, recognise
 from stepkeeper.frameworks.adapters.generic import Generic
-from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.following import Following, follow
 from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.frameworks.recognise import Finding
+from stepkeeper.frameworks.script import Script
 from stepkeeper.loop_tools import Clock
 from stepkeeper.run_store import worlds
 from stepkeeper.slurm.launch import Geometry
@@ -31,6 +34,7 @@ from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.reading import Reading
 
 WITHIN_S = 120.0
@@ -41,7 +45,7 @@ HOW = choosing.How(environment={}, deep=False, cached=False, world_size=None, re
 class Case:
     """Checkpoints below a directory, and the supervisor's part that looks at them."""
 
-    def __init__(self, tmp_path: Path, **more: object) -> None:
+    def __init__(self, tmp_path: Path, *, repairs: lease.Lease | None = None, **more: object) -> None:
         self.root = tmp_path / "out"
         self.own = tmp_path / "run" / "checkpoints"
         self.inbox = Inbox(Clock())
@@ -53,7 +57,13 @@ class Case:
         self.run = tmp_path / "run"
         self.run.mkdir()
         self.foreign = ForeignCheckpoints(
-            following, environment, run_directory=self.run, bytes_per_s=None, inbox=self.inbox, log=log
+            following,
+            environment,
+            run_directory=self.run,
+            bytes_per_s=None,
+            inbox=self.inbox,
+            log=log,
+            repairs=repairs,
         )
 
     def step(self, number: int, *, done: bool = True) -> Path:
@@ -193,6 +203,85 @@ def test_a_launch_that_wrote_the_last_step_has_finished_whatever_its_exit_code(t
     assert case.foreign.end(1, resumed_from=str(last)) == End(step=20)  # it wrote nothing itself
     (last / "scheduler.pt").unlink()
     assert case.foreign.end(134, resumed_from=str(early)) == End(step=10)
+
+
+def deepspeed(tmp_path: Path, *, repairs: bool = True) -> Case:
+    """Return a case with steps 10 and 20 of ZeRO 2, `latest` of 20, and the optimizer's state of a rank lost in 20."""
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    ours = lease.Lease(job_id=1, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0)
+    case = Case(tmp_path, framework="deepspeed", patterns=None, repairs=ours if repairs else None)
+    for step in (10, 20):
+        layouts.deepspeed(2)(case.root, step)
+    next((case.root / "global_step20").glob("*_rank_1_*_optim_states.pt")).unlink()
+    return case
+
+
+def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: Path) -> None:
+    case = deepspeed(tmp_path)
+    chosen = case.choose().directory
+    assert chosen == str(case.root / "global_step10")
+    seen = tmp_path / "seen"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncp {case.root}/latest {seen}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=case.run,
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=chosen)
+
+    with structlog.testing.capture_logs() as said:
+        Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+        limit = time.monotonic() + WITHIN_S
+        while not isinstance(case.inbox.get(1.0), on.LaunchEnded):
+            assert time.monotonic() < limit
+
+    assert seen.read_text() == "global_step10"
+    [repaired] = [each for each in said if each["event"] == "pointer_repaired"]
+    assert (repaired["file"], repaired["named"], repaired["names"]) == (
+        str(case.root / "latest"), "global_step20", "global_step10",
+    )  # fmt: skip
+    [world] = worlds.read(case.run)
+    assert (world.launch, world.ranks) == (0, 1)
+
+
+@pytest.mark.parametrize("why", ["not asked for", "another attempt has the run", "another checkpoint", "a link"])
+def test_a_pointer_file_is_left_alone_where_it_is_not_ours_to_change(tmp_path: Path, why: str) -> None:
+    case = deepspeed(tmp_path, repairs=why != "not asked for")
+    chosen = case.choose().directory
+    if why == "another attempt has the run":
+        later = lease.Lease(job_id=2, restart_count=0, attempt=1, node="n2", pid=1, taken_at=1.0)
+        (case.run / "lease.json").write_bytes(msgspec.json.encode(later))
+    if why == "a link":
+        os.rename(case.root / "latest", tmp_path / "elsewhere")
+        os.symlink(tmp_path / "elsewhere", case.root / "latest")
+
+    with structlog.testing.capture_logs() as said:
+        case.foreign.repair("/another" if why == "another checkpoint" else chosen, lambda: False)
+
+    assert (case.root / "latest").read_text() == "global_step20"
+    assert [each["event"] for each in said] == (["pointer_not_repaired"] if why == "a link" else [])
+
+
+def test_where_training_goes_back_the_pointer_file_does_too(tmp_path: Path) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = deepspeed(tmp_path)
+    layouts.deepspeed(2)(case.root, 30)
+    assert case.choose().step == 30
+    case.foreign.roll_back(do.RollBack(launch=3, below_step=30))
+    event = case.inbox.get(WITHIN_S)
+    assert isinstance(event, on.RolledBack)
+
+    case.foreign.repair(event.directory, lambda: False)
+
+    assert (case.root / "latest").read_text() == "global_step10"
 
 
 def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path: Path) -> None:
@@ -405,4 +494,38 @@ def test_the_first_launch_says_what_a_resume_would_lack(
         attempt.say_framework(Following(**values), command.split(), settings, structlog.get_logger())  # type: ignore[arg-type]
         attempt.say_framework(None, command.split(), settings, structlog.get_logger())
 
-    assert [each["event"] for each in logged] == ["framework_recognized", *expected]
+    said = [each["event"] for each in logged]
+    assert said == ["framework_recognized", *expected, "cannot_save_on_notice"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "expected"),
+    [
+        ("deepspeed", {}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("deepspeed", {"repair_pointers": True}, ["cannot_save_on_notice"]),
+        ("deepspeed", {"attach": "auto"}, []),
+        ("deepspeed", {"attach": "lightning"}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("dcp", {"attach": "auto"}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("automodel", {"resume_argument": True}, []),
+        ("megatron", {"resume_argument": True}, ["cannot_save_on_notice"]),
+    ],
+)
+def test_the_start_says_once_what_a_notice_and_a_resume_would_lack(
+    framework: str, settings: dict[str, object], expected: list[str], tmp_path: Path
+) -> None:
+    known = recognise.known()
+    words = Script(("python", "train.py"))
+    found = follow(words, tmp_path, known, named=Finding(known[framework], "test"), directory="out")
+
+    with structlog.testing.capture_logs() as logged:
+        wanted = msgspec.structs.replace(RunSettings(), **settings)
+        attempt.say_framework(found, words.words, wanted, structlog.get_logger())
+
+    assert [each["event"] for each in logged[1:]] == expected
+    assert [each.level.value for each in examine(
+        found, words.words, attach=wanted.attach, resume_argument=wanted.resume_argument, ours=False,
+        repair_pointers=wanted.repair_pointers,
+    )][1:3] == [
+        "warning" if "cannot_save_on_notice" in expected else "ok",
+        "warning" if "framework_cannot_resume" in expected else "ok",
+    ]  # fmt: skip

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from stepkeeper.config.patterns import Patterns
-from stepkeeper.frameworks import choosing, recognise
+from stepkeeper.frameworks import choosing, recognise, repair
 from stepkeeper.frameworks.adapters.generic import Generic
 from stepkeeper.frameworks.choosing import How, Judged, Launched
-from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.frameworks.framework import Framework, WorldChange
+from stepkeeper.frameworks.repair import Pointing, RefusedError
 from stepkeeper_trainer.formats.reading import Reading
 
 
@@ -41,6 +43,22 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[Seen, ...] = ()  # that do not count
     converted: bool = False  # the script loads those that were made of others
     launched: tuple[Launched, ...] = ()  # that have perhaps saved them, the oldest first
+    repair: Repair | None = None
+
+
+class Repair(msgspec.Struct, frozen=True, kw_only=True):
+    """Have the pointer files name the checkpoint that the question is answered with, if it is this one."""
+
+    directory: str
+
+
+class Pointed(msgspec.Struct, frozen=True, kw_only=True):
+    """A pointer file that named another checkpoint."""
+
+    file: str
+    named: str  # what it named
+    names: str  # the checkpoint
+    error: str = ""  # why it was not rewritten
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +90,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     passed: tuple[Passed, ...] = ()
     passed_seen: tuple[Seen, ...] = ()  # the same, as they were
     left_out: tuple[Seen, ...] = ()  # those that are not below `below_step`
+    pointed: tuple[Pointed, ...] = ()
 
 
 def answer(question: Question) -> Answer:
@@ -100,6 +119,8 @@ def answer(question: Question) -> Answer:
         beyond.append(seen)
         return True
 
+    if question.repair is not None:
+        return Answer(pointed=_repaired(framework, root, how, question.repair, left_out))
     chosen, skipped = choosing.newest(framework, root, how, left_out=left_out, by_name=question.by_name)
     passed = tuple(
         Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
@@ -111,6 +132,29 @@ def answer(question: Question) -> Answer:
         passed_seen=tuple(map(_seen, skipped)),
         left_out=tuple(beyond),
     )
+
+
+def _repaired(
+    framework: Framework, root: Path, how: How, wanted: Repair, left_out: Callable[[Judged], bool]
+) -> tuple[Pointed, ...]:
+    """Rewrite the pointer files that name another checkpoint than the wanted one, where it is the newest right one."""
+    found = []
+    for pointer in repair.look(framework, root, how, left_out=left_out).pointers:
+        target = pointer.target
+        if target is None or str(target.step.path) != wanted.directory or pointer.state is Pointing.RIGHT:
+            continue
+        error = ""
+        try:
+            repair.rewrite(pointer, root)
+        except RefusedError as refused:
+            error = str(refused)
+        named = pointer.shown or pointer.state.value
+        found.append(
+            Pointed(
+                file=_shown(str(pointer.path)), named=_shown(named), names=_shown(target.step.path.name), error=error
+            )
+        )
+    return tuple(found)
 
 
 def _seen(each: Judged) -> Seen:

@@ -35,6 +35,9 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = ""  # what shows how it is resumed; where nothing does, what to do
     save: str = ""  # how the framework can be asked for a save
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
+    answers_notice: bool = False  # it saves on SIGTERM without any option
+    attach_takes: str = ""  # the call that takes the chosen checkpoint where it names none, with `--attach`
+    points: bool = False  # a file beside its checkpoints names the one that it resumes from
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
     step_line: str = ""  # expression of a line that the script prints of a step, which is group 1
@@ -47,6 +50,20 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
         if newest.converted:
             return (self.converted_option,) if self.converted_option else ()
         return (self.option, *newest.arguments[1:]) if self.option and newest.arguments else newest.arguments
+
+
+def without_argument(found: Following, *, attach: str, repair_pointers: bool) -> str:
+    """Return how a script gets the chosen checkpoint without an argument of ours; empty: it does not.
+
+    >>> at = Following(framework="deepspeed", title="", why="", directory=None, where="", points=True)
+    >>> without_argument(at, attach="off", repair_pointers=True)
+    'its pointer file names it (--repair-pointers)'
+    >>> without_argument(at, attach="off", repair_pointers=False)
+    ''
+    """
+    if found.attach_takes and attach in ("auto", found.framework):
+        return f"{found.attach_takes} takes it where the script names none (--attach)"
+    return "its pointer file names it (--repair-pointers)" if found.points and repair_pointers else ""
 
 
 def follow(
@@ -99,6 +116,9 @@ def follow(
         resume=resume,
         save=framework.save_door.how,
         notice_options=framework.notice_options,
+        answers_notice=framework.answers_notice,
+        attach_takes=framework.attach_takes,
+        points=type(framework).pointers is not Framework.pointers,
         target=int(target[0]) if target is not None and target[0].isdecimal() else None,
         ends_at_target=framework.ends_at_target,
         step_line=_step_line(framework, script),

@@ -149,6 +149,8 @@ class Framework(Protocol):
     step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step
     total_options: tuple[str, ...] = ()  # that say the last step, for `step_line` alone
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
+    answers_notice: bool = False  # it saves on SIGTERM without any option
+    attach_takes: str = ""  # the call that takes the chosen checkpoint where it names none, with `--attach`
     converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
     converted_option: str = ""  # the same of a command line, without a value
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough

@@ -75,6 +75,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes_min: int = 0  # that the storage must have before a launch
     notify_command: str | None = None
     reading: Limits = Limits()
+    repair_pointers: bool = False  # of the script's framework, before each launch
     standby_imports: tuple[str, ...] | None = None  # of warm standbys, besides torch; None: there are none
 
 
@@ -118,6 +119,7 @@ class Supervisor:
                 bytes_per_s=setting.reading.bytes_per_s,
                 inbox=inbox,
                 log=log,
+                repairs=setting.lease if setting.repair_pointers else None,
             )
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest

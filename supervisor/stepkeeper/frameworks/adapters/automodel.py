@@ -43,6 +43,7 @@ class Automodel(Framework):
     commands = ("automodel",)
     save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
 
+    answers_notice = True
     writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
 
     finds = re.compile(r"step_\d+$")  # where its link `LATEST` leads nowhere

@@ -64,6 +64,7 @@ class HuggingFace(Framework):
     writes = Writes(("--output_dir",), ("output_dir",), _ARGUMENTS, "trainer_output")
     resume_option = "--resume_from_checkpoint"
     resume_keyword = "resume_from_checkpoint"
+    attach_takes = "trainer.train()"
 
     def takes_resume(self, script: Script) -> bool:
         """Look for a parser that makes options of the fields of TrainingArguments, and for a use of that field.

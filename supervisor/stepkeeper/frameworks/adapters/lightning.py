@@ -41,6 +41,7 @@ class Lightning(Framework):
     )
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"
+    attach_takes = "trainer.fit(...)"
     finds = re.compile(r"ckpt_")  # `hpc_ckpt_N.ckpt`
 
     def directory(self, script: Script) -> tuple[str | None, str] | None:

@@ -18,17 +18,19 @@ import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.frameworks.asking import Answer, Newest, Question, Seen
+from stepkeeper.frameworks.asking import Answer, Newest, Pointed, Question, Repair, Seen
 from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
-from stepkeeper.run_store import worlds
+from stepkeeper.run_store import lease, worlds
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 LOOK_EVERY_S = 0.25
 END_WITHIN_S = 30.0
+REPAIR_WITHIN_S = 120.0  # what was verified just now is not read again
 READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
@@ -66,12 +68,24 @@ class ForeignCheckpoints:
         bytes_per_s: float | None,
         inbox: Inbox,
         log: Log,
+        repairs: Lease | None = None,
     ) -> None:
-        """Read nothing yet."""
+        """Read nothing yet.
+
+        Args:
+            following: the framework, and where its checkpoints are.
+            environment: of the supervisor.
+            run_directory: where the worlds of launches are kept.
+            bytes_per_s: of a verification, at most; None: no limit.
+            inbox: where events go.
+            log: of the supervisor.
+            repairs: by which the framework's pointer files may be rewritten; None: they are left alone.
+        """
         assert following.directory is not None, "the caller looks"
         self._following = following
         self._environment = without_python(environment)
         self._run_directory = run_directory
+        self._repairs = repairs
         self._bytes_per_s = bytes_per_s
         self._inbox = inbox
         self._log = log
@@ -147,6 +161,27 @@ class ForeignCheckpoints:
             worlds.note(self._run_directory, world)
         except OSError as error:
             self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
+
+    def repair(self, directory: str | None, is_old: Callable[[], bool]) -> None:
+        """Have the framework's pointer files name the checkpoint that a launch resumes from.
+
+        All processes of the launch before are gone, and so none writes there.  Whatever fails: the launch begins.
+        """
+        if self._repairs is None or directory is None or not self.has_chosen(directory):
+            return
+        question = msgspec.structs.replace(self._question(), repair=Repair(directory=directory))
+        try:
+            if lease.superseded(self._run_directory, self._repairs) is not None:
+                return  # another attempt has the run: its files are not ours
+            pointed = self._ask(question, is_old=is_old, within_s=REPAIR_WITHIN_S).pointed
+        except (ForeignError, OSError, LeaseError) as error:
+            self._log.warning("pointers_not_repaired", directory=str(self._following.directory), error=str(error))
+            return
+        for each in pointed:
+            if each.error:
+                self._log.warning("pointer_not_repaired", **_words(each), error=each.error)
+            else:
+                self._log.info("pointer_repaired", **_words(each))
 
     def choose(self, is_old: Callable[[], bool]) -> on.CheckpointChosen:
         """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
@@ -289,3 +324,7 @@ class ForeignCheckpoints:
             return msgspec.json.decode(out, type=Answer)
         except msgspec.MsgspecError as error:
             raise ForeignError(f"its answer cannot be read: {error}") from error
+
+
+def _words(pointed: Pointed) -> dict[str, str]:
+    return {"file": pointed.file, "named": pointed.named, "names": pointed.names}

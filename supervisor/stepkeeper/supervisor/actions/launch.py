@@ -304,6 +304,10 @@ class Launch:
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._foreign is not None:
                 self._foreign.note_launch(self._job.attempt, launch, self._job.ranks(self._meeting.nodes))
+                self._foreign.repair(self._meeting.resume_from, lambda: self._killed)
+                if self._killed:
+                    self._never_began()
+                    return
             hosts = {}
             if not self._meeting.in_slurms_order:
                 tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)
@@ -349,6 +353,14 @@ class Launch:
             if not said and not end.finished:
                 paths.mark_failed(self._logs, f"srun ended with {code}{f'; {error}' if error else ''}")
             paths.prune_logs(self._job.run_directory / "logs")
+
+    def _never_began(self) -> None:
+        """Say that the launch was ended while it was prepared: there is no srun to be ended."""
+        self._ended.set()
+        launch, code = self._meeting.launch, 128 + signal.SIGTERM
+        self._inbox.put(
+            on.LaunchEnded(at=self._inbox.clock.now(), launch=launch, code=code, error="was ended before it began")
+        )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Keep what srun itself says (the ranks write to their own files); return its last line."""

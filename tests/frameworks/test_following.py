@@ -9,6 +9,7 @@ import pytest
 
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import selection
+from stepkeeper.frameworks.asking import Newest
 from stepkeeper.frameworks.following import Following, follow
 from stepkeeper.submit import own_script
 
@@ -190,7 +191,6 @@ def test_only_an_option_that_is_passed_on_as_it_is_is_the_resume_option(tmp_path
     [
         (TRAINER, "python train.py --output_dir runs/trl"),
         (TRAINER, "conda run -n trl python train.py"),
-        ("", "axolotl train config.yml"),
         ("", "trl sft --output_dir o"),
         (PARSED, "python train.py arguments.json"),
         (PARSED, "torchrun --nproc-per-node 2 train.py arguments.yaml"),
@@ -289,3 +289,45 @@ def test_patterns_of_ones_own_take_what_they_say(tmp_path: Path) -> None:
     assert found is not None
     assert (found.framework, found.directory, found.appended) == ("generic", tmp_path / "ck", True)
     assert found.patterns == patterns
+
+
+AXOLOTL = "base_model: x\noutput_dir: ./outputs/lora-out  # below\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "command", "expected"),
+    [
+        (AXOLOTL, "axolotl train c.yml", ("outputs/lora-out", ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "accelerate launch -m axolotl.cli.train c.yml",
+         ("outputs/lora-out", ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "axolotl train c.yml --output-dir b", ("b", ("--resume-from-checkpoint", "/p"))),
+        ("base_model: x\n", "axolotl train c.yml", ("model-out", ("--resume-from-checkpoint", "/p"))),
+        ("output_dir: *out\n", "axolotl train c.yml", (None, ("--resume-from-checkpoint", "/p"))),
+        ("a:\n  output_dir: x\n", "axolotl train c.yml", (None, ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "axolotl train c.yml --launcher torchrun -- --nproc_per_node=4", ("outputs/lora-out", None)),
+        (AXOLOTL, "axolotl preprocess c.yml", ("trainer_output", None)),
+        ("output_dir: 'saves/a b'\n", "llamafactory-cli train c.yml", ("saves/a b", ("resume_from_checkpoint=/p",))),
+        ("output_dir: saves\n", "llamafactory-cli train c.yml output_dir=other",
+         ("other", ("resume_from_checkpoint=/p",))),
+        ("stage: sft\n", "llamafactory-cli train c.yml", (None, ("resume_from_checkpoint=/p",))),
+        ("", "llamafactory-cli train --output_dir o", ("o", ("--resume_from_checkpoint", "/p"))),
+    ],
+)  # fmt: skip
+def test_programs_with_their_arguments_in_a_yaml_file_are_resumed_by_their_own_option(
+    tmp_path: Path, yaml: str, command: str, expected: tuple[str | None, tuple[str, ...] | None]
+) -> None:
+    if yaml:
+        (tmp_path / "c.yml").write_text(yaml)
+    directory, arguments = expected
+
+    found = seen(tmp_path, "", command)
+
+    assert found is not None
+    assert found.directory == (None if directory is None else tmp_path / directory), found
+    assert found.appended == (arguments is not None)
+    newest = Newest(
+        directory="/p", step=1, target=None, finished=None, how="", bytes_read=0,
+        arguments=("--resume_from_checkpoint", "/p"),
+    )  # fmt: skip
+    if arguments is not None:
+        assert found.arguments(newest) == arguments

@@ -49,7 +49,11 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
         """Return the resume arguments of a checkpoint, with the script's own name of their option."""
         if newest.converted:
             return (self.converted_option,) if self.converted_option else ()
-        return (self.option, *newest.arguments[1:]) if self.option and newest.arguments else newest.arguments
+        if not (self.option and newest.arguments):
+            return newest.arguments
+        if self.option.endswith("="):
+            return (f"{self.option}{newest.arguments[1]}",)
+        return (self.option, *newest.arguments[1:])
 
 
 def without_argument(found: Following, *, attach: str, repair_pointers: bool) -> str:
@@ -200,6 +204,8 @@ def _directory_options(framework: Framework, script: Script) -> tuple[str, ...]:
 
 def _resume(framework: Framework, script: Script) -> tuple[bool, str, str]:
     """Return whether the script takes the resume arguments, by which option, and what shows it."""
+    if (own_program := framework.own_resume(script)) is not None:
+        return True, *own_program
     option = "" if script.refuses(framework.resume_option) else framework.resume_option
     if option and script.declares(option) is not None:
         return True, "", f"{script.name} declares {option}"

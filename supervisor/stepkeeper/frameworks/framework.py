@@ -201,6 +201,13 @@ class Framework(Protocol):
         """
         return None
 
+    def own_resume(self, script: Script) -> tuple[str, str] | None:  # noqa: ARG002
+        """Return the option of a program of the framework's own, and what shows it; `NAME=` takes the path behind it.
+
+        None: the command starts no such program, or takes no argument at its end.
+        """
+        return None
+
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
         """Tell whether the framework's own parser reads the resume arguments of a script's command line."""
         return False

@@ -18,6 +18,7 @@ from stepkeeper.config.rank_settings import attach_variables
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.watcher.ranks import RankSocket
 from stepkeeper_trainer.formats import messages as words
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 from tests.frameworks import environments, playing
 from tests.frameworks.playing import Framework
@@ -200,6 +201,23 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     assert Path(saved[0].directory).exists()
     assert [each.step for each in watcher.of(words.Finished)] == [STEPS]
     assert not (tmp_path / "run/outcome.json").exists(), "its exit code was not known"
+    trained = records.read_trained(tmp_path / "run")
+    assert trained is not None
+    assert (trained.launch, trained.step) == ("0.0", STEPS)
+
+
+def test_training_has_ended_whatever_the_script_does_then(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", "6", "--every", "100000", "--variant", "failing"]
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("huggingface").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [3, 3], logs(losses)
+    trained = records.read_trained(tmp_path / "run")
+    assert trained is not None
+    assert trained.step == 6
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -331,3 +332,54 @@ def test_programs_with_their_arguments_in_a_yaml_file_are_resumed_by_their_own_o
     )  # fmt: skip
     if arguments is not None:
         assert found.arguments(newest) == arguments
+
+
+LIGHTNING = "import lightning as L\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "target"),
+    [
+        (LIGHTNING, "python train.py fit --trainer.max_steps 500", 500),
+        (LIGHTNING, "python train.py fit --trainer.max_steps=$STEPS", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=300).fit(m)", "python train.py", 300),
+        (f"{LIGHTNING}L.Trainer(max_steps=300).fit(m)", "python train.py --trainer.max_steps 500", 500),
+        (f"{LIGHTNING}L.Trainer(max_steps=-1).fit(m)", "python train.py", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=n).fit(m)", "python train.py", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=3)\nL.Trainer(max_steps=4)", "python train.py", None),
+        (f"{LIGHTNING}other(max_steps=3)", "python train.py", None),
+        ("", "torchrun -m torchtitan.train --training.steps=1000", 1000),
+        ("import deepspeed", "deepspeed train.py --max-train-steps 40", 40),
+        ("import accelerate", "accelerate launch train.py --max_train_steps 40", 40),
+        ("from megatron.bridge import x", "python train.py train.train_iters=70", 70),
+        ("from megatron.training import x", "python train.py --train-iters 70", 70),
+        ("import torch.distributed.checkpoint", "python train.py --max_steps 4", None),
+    ],
+)
+def test_the_last_step_is_known_where_command_or_script_say_it(
+    tmp_path: Path, text: str, command: str, target: int | None
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    assert found is not None
+    assert found.target == target
+
+
+@pytest.mark.parametrize(
+    ("target", "command", "expected"), [(500, "run", 500), ("--n", "run --n 7", 7), ("--n", "run", None)]
+)
+def test_patterns_of_ones_own_know_a_line_of_a_step_and_the_last_one(
+    tmp_path: Path, target: int | str, command: str, expected: int | None
+) -> None:
+    patterns = Patterns(steps="ckpt-{step}", step_line="[step {step}/*] loss", target=target)
+    known = selection.known(patterns)
+    named = selection.named("generic", "test", known, patterns)
+
+    found = follow(own_script.training(shlex.split(command), tmp_path), tmp_path, known, named=named, directory="out")
+
+    assert found is not None
+    assert found.target == expected
+    line = re.search(found.step_line, "rank 0 [step 12/500] loss 3.1")
+    assert line is not None
+    assert line[1] == "12"
+    assert re.search(found.step_line, "step 12 loss") is None

@@ -425,6 +425,8 @@ def test_a_layout_of_ones_own_is_described_in_the_configuration(command: Command
     [
         ("[framework.generic]\nsteps = 'x'\n", "is no name with {step} once in it"),
         ("[framework.generic]\nstep = 'x-{step}'\n", "[framework.generic]"),
+        ("[framework.generic]\nsteps = 'x-{step}'\nstep_line = 'loss'\n", "is no line with {step} once in it"),
+        ("[framework.generic]\nsteps = 'x-{step}'\ntarget = 0\n", "is neither a step nor an option"),
         ("[framework]\nfoo = 1\n", "no `foo`"),
         ("framework = 3\n", "framework"),
         ("[framework]\nname = 'nanotron'\n", "is no framework that is known"),

@@ -34,7 +34,7 @@ from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
-from stepkeeper_trainer.formats import lease
+from stepkeeper_trainer.formats import lease, records
 from stepkeeper_trainer.formats.reading import Reading
 
 WITHIN_S = 120.0
@@ -373,6 +373,32 @@ def test_a_universal_checkpoint_is_chosen_where_the_script_loads_such_ones(tmp_p
     assert case.foreign.arguments(event.directory) == ((option,) if takes else ())
 
 
+def launched(case: Case, said: str, code: int, *, foreign: bool = True) -> on.LaunchEnded:
+    """Return the end of a launch whose srun says something and ends with a code."""
+    bin_directory = case.run / "bin"
+    bin_directory.mkdir()
+    (bin_directory / "srun").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit {code}\n")
+    (bin_directory / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=case.run,
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
+    environment = {"PATH": f"{bin_directory}:/usr/bin:/bin"}
+    Launch(job, meeting, environment, inbox=case.inbox, foreign=case.foreign if foreign else None)
+    limit = time.monotonic() + WITHIN_S
+    while True:
+        assert time.monotonic() < limit
+        event = case.inbox.get(1.0)
+        if isinstance(event, on.LaunchEnded):
+            return event
+
+
 @pytest.mark.parametrize(
     ("said", "code", "finished"),
     [
@@ -389,27 +415,9 @@ def test_ranks_that_were_ended_from_outside_have_not_finished(
 ) -> None:
     case = Case(tmp_path, framework="huggingface", patterns=None)
     trainer_state(case.root, 20, 20)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit {code}\n")
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    job = Job(
-        command=("python", "train.py"),
-        torchrun=False,
-        geometry=Geometry(tasks_per_node=1),
-        run_directory=tmp_path / "run",
-        run_id="r1",
-        attempt=0,
-        socket="@x",
-    )
-    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
 
-    Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+    event = launched(case, said, code)
 
-    limit = time.monotonic() + WITHIN_S
-    event = None
-    while not isinstance(event, on.LaunchEnded):
-        assert time.monotonic() < limit
-        event = case.inbox.get(1.0)
     assert (event.code, event.finished) == (code, finished)
     assert event.step == (20 if finished else None)
 
@@ -420,8 +428,48 @@ def test_where_0_is_no_end_the_last_step_must_be_reached(tmp_path: Path) -> None
     case.step(20)
     assert case.foreign.end(0, resumed_from=None) == End(step=20, target=30)
     assert case.foreign.end(1, resumed_from=None) == End(step=20)
-    case.step(30)
-    assert case.foreign.end(0, resumed_from=None) == End(step=30)
+    last = case.step(30)
+    assert case.foreign.end(0, resumed_from=None) == End(finished=True, step=30)
+    assert case.foreign.end(1, resumed_from=None) == End(finished=True, step=30)
+    assert case.foreign.end(1, resumed_from=str(last)) == End(step=30)  # it wrote nothing itself
+
+
+def test_a_last_checkpoint_of_the_model_alone_is_the_end_too(tmp_path: Path) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = Case(tmp_path, framework="torchtitan", patterns=None, target=300)
+    early = layouts.torchtitan(case.root, 200)
+    assert case.choose().directory == str(early)
+    assert case.foreign.end(1, resumed_from=None) == End(step=200)
+    last = case.root / "checkpoint/step-300"
+    layouts.save_dcp(last, {"a": layouts.tensor()})
+
+    assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=300)
+
+    assert case.choose().directory == str(early)  # it is passed over now, and is no later launch's own
+    assert case.foreign.end(1, resumed_from=str(early)) == End(step=200)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "launch", "finished"),
+    [
+        ("", 0, "0.0", True),
+        ("srun: error: n1: task 0: Exited with exit code 1", 1, "0.0", True),
+        ("srun: error: n1: task 0: Aborted (core dumped)", 134, "0.0", True),
+        ("srun: error: n1: task 0: Terminated", 143, "0.0", False),
+        ("srun: error: n1: task 0: Exited with exit code 1", 1, "0.1", False),
+    ],
+)
+def test_where_the_framework_has_come_to_its_end_the_run_has_too(
+    tmp_path: Path, said: str, code: int, launch: str, finished: object
+) -> None:
+    case = Case(tmp_path)
+    records.write_trained(case.run, records.Trained(launch=launch, step=40, at=0.0))
+
+    event = launched(case, said, code, foreign=code != 134)  # also where no directory of checkpoints is known
+
+    assert (event.code, event.finished) == (code, finished)
+    assert event.step == (40 if finished else None)
 
 
 def test_0_is_no_end_where_the_checkpoints_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,13 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resume: tuple[str, ...] = ()
     """Arguments that resume: `{path}` and `{step}` are filled in."""
 
+    step_line: str = ""
+    """A line that the script prints of a step, or a part of it, with `{step}` where its number stands and `*` for
+    anything else."""
+
+    target: int | str | None = None
+    """The step at which training ends: a number, or the option of the command that says it, such as `--steps`."""
+
 
 _NUMBER = "{step}"
 
@@ -46,6 +53,17 @@ def parse(table: Any, where: str) -> Patterns:
         raise StepkeeperError(
             f"{where}: [framework.generic] steps: {patterns.steps!r} is no name with {_NUMBER} once in it, such as "
             f"'ckpt-{_NUMBER}'",
+            ExitCode.USAGE,
+        )
+    if patterns.step_line and patterns.step_line.count(_NUMBER) != 1:
+        raise StepkeeperError(
+            f"{where}: [framework.generic] step_line: {patterns.step_line!r} is no line with {_NUMBER} once in "
+            f"it, such as 'step {_NUMBER} of'",
+            ExitCode.USAGE,
+        )
+    if (type(patterns.target) is int and patterns.target <= 0) or patterns.target == "":
+        raise StepkeeperError(
+            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command",
             ExitCode.USAGE,
         )
     for pattern in patterns.every_rank:

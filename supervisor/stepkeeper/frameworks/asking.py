@@ -17,7 +17,7 @@ import msgspec
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import choosing, recognise, repair
 from stepkeeper.frameworks.adapters.generic import Generic
-from stepkeeper.frameworks.choosing import How, Judged, Launched
+from stepkeeper.frameworks.choosing import How, Judged, Launched, State
 from stepkeeper.frameworks.framework import Framework, WorldChange
 from stepkeeper.frameworks.repair import Pointing, RefusedError
 from stepkeeper_trainer.formats.reading import Reading
@@ -66,6 +66,8 @@ class Passed(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     problem: str
+    step: int | None = None
+    whole: bool = False  # it lacks nothing but what a resume needs
 
 
 class Newest(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +125,12 @@ def answer(question: Question) -> Answer:
         return Answer(pointed=_repaired(framework, root, how, question.repair, left_out))
     chosen, skipped = choosing.newest(framework, root, how, left_out=left_out, by_name=question.by_name)
     passed = tuple(
-        Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
+        Passed(
+            name=_name(each, root),
+            problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"),
+            step=each.number,
+            whole=each.state is State.NOT_RESUMABLE,
+        )
         for each in skipped
     )
     return Answer(

@@ -11,7 +11,7 @@ import msgspec
 from stepkeeper.config.patterns import Patterns
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.asking import Newest
-from stepkeeper.frameworks.framework import Framework, WorldChange, Writes
+from stepkeeper.frameworks.framework import DIGITS_MAX, Framework, WorldChange, Writes
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
 
@@ -106,7 +106,6 @@ def follow(
     converted_option = framework.converted_option
     if not script.takes_switch(converted_option) or script.has_option((converted_option,)):
         converted_option = ""
-    target = script.option(framework.target_options)
     return Following(
         framework=framework.name,
         title=framework.title,
@@ -123,13 +122,29 @@ def follow(
         answers_notice=framework.answers_notice,
         attach_takes=framework.attach_takes,
         points=type(framework).pointers is not Framework.pointers,
-        target=int(target[0]) if target is not None and target[0].isdecimal() else None,
+        target=_target(framework, script),
         ends_at_target=framework.ends_at_target,
         step_line=_step_line(framework, script),
         world_change=framework.world_change,
         converted=_asks_for_converted(framework, script),
         converted_option=converted_option,
     )
+
+
+def _target(framework: Framework, script: Script) -> int | None:
+    """Return the step at which training ends, by the command or by the script in one place; None: it is not known."""
+    if framework.target_step is not None:
+        return framework.target_step
+    if said := script.option(framework.target_options):
+        return int(said[0]) if said[0].isascii() and said[0].isdecimal() and len(said[0]) <= DIGITS_MAX else None
+    if script.has_option(framework.target_options):
+        return None  # by a variable of the shell
+    found = {
+        each.value if isinstance(each, ast.Constant) else None
+        for keyword, call in framework.target_keywords
+        for each in script.given_to(call, keyword)
+    }
+    return next((each for each in found if len(found) == 1 and type(each) is int and each > 0), None)
 
 
 def _step_line(framework: Framework, script: Script) -> str:

@@ -143,7 +143,9 @@ class Framework(Protocol):
     resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
     has_resume_arguments: bool = True  # false: `resume` names none, whatever the script
     resume_keyword: str = ""  # by which a script passes it on
-    target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
+    target_step: int | None = None  # at which training ends
+    target_options: tuple[str, ...] = ()  # that say it
+    target_keywords: tuple[tuple[str, str], ...] = ()  # the same of calls: a keyword, and whose
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
     world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
     step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step

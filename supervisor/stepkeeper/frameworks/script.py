@@ -129,6 +129,12 @@ class Script:
                     found += node.args[:1]
         return [value for each in found for value in self._assigned(each)]
 
+    def given_to(self, call: str, keyword: str) -> list[ast.expr]:
+        """Return the values that the script gives to one kind of call by a keyword."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) == call)
+        given = [each.value for node in calls for each in node.keywords if each.arg == keyword]
+        return [value for each in given for value in self._assigned(each)]
+
     def _assigned(self, node: ast.expr, before: frozenset[str] = frozenset()) -> list[ast.expr]:
         """Return what the script assigns to a variable, through other variables; else the expression itself."""
         inner = _value(node)

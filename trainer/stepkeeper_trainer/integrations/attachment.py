@@ -97,6 +97,8 @@ class Attachment:
         self.rank, world_size = groups.find_rank()
         training = self.training
         self._step = self._saved_step = training.step
+        if number > 1 and self.rank == 0 and environment.run_directory is not None:
+            (environment.run_directory / records.TRAINED_NAME).unlink(missing_ok=True)  # of the training before
         named = Reporter(
             self._link, self.rank, world_size, None, total_steps=training.total_steps, framework=training.version
         )
@@ -376,6 +378,18 @@ class Attachment:
         self._close_group()
         if self.training.total_steps is None or step >= self.training.total_steps:
             at_exit.finished = functools.partial(self._say_finished, step)
+            self._record_end(step)
+
+    def _record_end(self, step: int) -> None:
+        """Keep that the training has ended, whatever the script's exit code says later of what comes behind it."""
+        environment = self._environment
+        if self.rank or environment is None or environment.run_directory is None:
+            return
+        trained = records.Trained(launch=environment.launch_name, step=step, at=time.time())
+        try:
+            records.write_trained(environment.run_directory, trained)
+        except OSError as error:
+            warn("end_not_recorded", why=in_words(error))
 
     def _say_finished(self, step: int) -> None:
         """Say it without a record: the exit code is not known yet, and this word counts with 0 only."""

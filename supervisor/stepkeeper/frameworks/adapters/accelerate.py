@@ -34,6 +34,7 @@ class Accelerate(Framework):
     save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
 
     resume_option = "--resume_from_checkpoint"
+    target_options = ("--max_train_steps",)
     attach_takes = "accelerator.load_state()"
     finds = re.compile(r"\d")  # of all names, the one with the highest number
 

@@ -66,6 +66,7 @@ class DeepSpeed(Framework):
     commands = ("deepspeed",)
     step_line = r"\bstep=(\d+), skipped="
     has_resume_arguments = False
+    target_options = ("--max_steps", "--max_train_steps", "--train_iters")
     attach_takes = "engine.load_checkpoint(DIR)"
     save_door = SaveDoor(Door.CALL, "`engine.save_checkpoint` on all ranks, in the script; `--attach` repeats its call")
     world_change = WorldChange.NO  # ZeRO refuses another data parallel size

@@ -32,6 +32,10 @@ class Generic(Framework):
     def __init__(self, patterns: Patterns | None = None) -> None:
         """Describe nothing without patterns."""
         self.patterns = patterns or Patterns(steps="")
+        line, target = self.patterns.step_line, self.patterns.target
+        self.step_line = _line(line) if line else ""
+        self.target_step = target if isinstance(target, int) else None
+        self.target_options = (target,) if isinstance(target, str) else ()
 
     def _name(self) -> re.Pattern[str]:
         return _pattern(self.patterns.steps, "{step}")
@@ -98,6 +102,12 @@ def _pattern(text: str, number: str) -> re.Pattern[str]:
     """Return the expression of a name with a number in it and stars."""
     pieces = [re.escape(piece).replace(r"\*", "[^/]*") for piece in text.split(number)]
     return re.compile(r"(\d{1,18})".join(pieces[:2]) + "".join(pieces[2:]))
+
+
+def _line(text: str) -> str:
+    """Return the expression of a part of a line."""
+    before, after = (re.escape(piece).replace(r"\*", ".*?") for piece in text.split("{step}"))
+    return rf"{before}(\d{{1,18}}){after}"
 
 
 FRAMEWORK = Generic()

@@ -41,6 +41,8 @@ class Lightning(Framework):
     )
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"
+    target_options = ("--trainer.max_steps",)
+    target_keywords = (("max_steps", "Trainer"),)
     attach_takes = "trainer.fit(...)"
     finds = re.compile(r"ckpt_")  # `hpc_ckpt_N.ckpt`
 

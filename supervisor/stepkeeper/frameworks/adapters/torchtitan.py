@@ -39,6 +39,7 @@ class Torchtitan(Framework):
     step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
     save_door = SaveDoor(Door.CALL, "`checkpointer.save` in its loop, which `--attach` has save at a notice")
 
+    target_options = ("--training.steps",)
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
 
     finds = re.compile(r"step-\d+")

@@ -230,21 +230,28 @@ class ForeignCheckpoints:
         question = self._question(deep=False)
         question = msgspec.structs.replace(question, by_name=True, left_out=(*question.left_out, *(passed or ())))
         try:
-            newest = self._ask(question, within_s=END_WITHIN_S).newest
+            answer = self._ask(question, within_s=END_WITHIN_S)
         except ForeignError as error:
             self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
             if code or not following.ends_at_target:
                 return End()
-            last = self._known_target()
-            return End(target=last, unproven=last is None)
+            ends_at = self._known_target()
+            return End(target=ends_at, unproven=ends_at is None)
+        newest = answer.newest
         step = newest.step if newest is not None else None
         target = following.target or (newest.target if newest is not None else None)
         wrote = newest is not None and newest.directory != resumed_from and passed is not None
         reached = following.target is None or (step is not None and step >= following.target)
-        if newest is not None and newest.finished and wrote and reached:
+        known = following.target is not None or (newest is not None and newest.finished)
+        if newest is not None and known and wrote and reached:
             if code:
-                self._log.warning("failed_after_last_step", step=step, code=code)
+                self.say_failed_later(step, code)
             return End(finished=True, step=step)
+        last = self._last_of_model(answer)
+        if last is not None and passed is not None:
+            if code:
+                self.say_failed_later(last, code)
+            return End(finished=True, step=last)
         if not code and target is None and step is None:
             return End(unproven=following.ends_at_target)
         if code or target is None or (step or 0) >= target:
@@ -253,6 +260,16 @@ class ForeignCheckpoints:
             return End(step=step, target=target)
         self._log.warning("ended_before_target", step=step, target=target)
         return End(step=step)
+
+    def say_failed_later(self, step: int | None, code: int) -> None:
+        """Warn that training has finished, and the script has failed since."""
+        self._log.warning("failed_after_last_step", step=step, code=code)
+
+    def _last_of_model(self, answer: Answer) -> int | None:
+        """Return the last step, where its checkpoint is whole and holds the model alone: nobody resumes from it."""
+        target = self._following.target
+        steps = [each.step for each in answer.passed if each.whole and each.step is not None]
+        return max((step for step in steps if target is not None and step >= target), default=None)
 
     def _known_target(self) -> int | None:
         with self._lock:

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 
+T = TypeVar("T")
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
 KILL_BY_SLURM_AFTER_S = 3.0
@@ -393,17 +395,32 @@ class Launch:
     def _end_of_framework(self, code: int) -> End:
         """Return what the checkpoints show of the end, where the ranks were not ended from outside."""
         died, number = self._first_death or (code, None)
-        if self._foreign is None or number in _OUTSIDE or died in _OUTSIDE_CODES:
+        if number in _OUTSIDE or died in _OUTSIDE_CODES:
+            return End()
+        if (step := self._trained()) is not None:
+            if code and self._foreign is not None:
+                self._foreign.say_failed_later(step, code)
+            return End(finished=True, step=step)
+        if self._foreign is None:
             return End()
         return self._foreign.end(code, resumed_from=self._meeting.resume_from)
 
     def _said(self) -> str:
-        """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""
-        found: list[str] = []
-        reader = threading.Thread(target=lambda: found.append(_outcome(self._job, self._meeting.launch)), daemon=True)
-        reader.start()
-        reader.join(STORAGE_WITHIN_S)
-        return found[0] if found else ""
+        """Return what rank 0 wrote of the end."""
+        return _patiently(lambda: _outcome(self._job, self._meeting.launch)) or ""
+
+    def _trained(self) -> int | None:
+        """Return the last step, where rank 0 of another framework wrote that this launch has come to its end."""
+        return _patiently(lambda: _last_step(self._job, self._meeting.launch))
+
+
+def _patiently(read: Callable[[], T]) -> T | None:
+    """Return what a reading brings; storage that hangs has nothing to say."""
+    found: list[T] = []
+    reader = threading.Thread(target=lambda: found.append(read()), daemon=True)
+    reader.start()
+    reader.join(STORAGE_WITHIN_S)
+    return found[0] if found else None
 
 
 def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
@@ -435,6 +452,14 @@ def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
 def _node(text: str) -> str:
     match = _DEATH.search(text)
     return match["node"] if match else ""
+
+
+def _last_step(job: Job, launch: int) -> int | None:
+    try:
+        found = records.read_trained(job.run_directory)
+    except (OSError, ValueError):
+        return None  # as if it had not been written: the checkpoints may show it
+    return found.step if found is not None and found.launch == f"{job.attempt}.{launch}" else None
 
 
 def _outcome(job: Job, launch: int) -> str:

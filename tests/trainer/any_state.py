@@ -37,6 +37,7 @@ class Play:
     steps: int
     resume: bool = False
     every: int = 1
+    whole: bool = False  # fingerprints are of whole tensors, so that other shardings have the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +160,10 @@ def _train(each: Play, rank: int, scratch: Path) -> int:
     manager.resume()
     with (scratch / f"prints-{rank}").open("w") as prints:
         if each.resume:
-            prints.write(f"{manager.step} {fingerprint(made)}\n")
+            prints.write(f"{manager.step} {fingerprint(made, whole=each.whole)}\n")
         while not manager.finished:
             loss = made.step()
-            prints.write(f"{manager.step + 1} {fingerprint(made)}\n")
+            prints.write(f"{manager.step + 1} {fingerprint(made, whole=each.whole)}\n")
             manager.step_done(loss=loss, tokens=1)
     return manager.finish()
 
@@ -170,58 +171,67 @@ def _train(each: Play, rank: int, scratch: Path) -> int:
 def _find(name: str) -> Callable[[int, int], Scene]:
     if name in SCENES:
         return SCENES[name]
+    from tests.trainer.common_scenes import COMMON  # noqa: PLC0415
     from tests.trainer.package_scenes import PACKAGE_SCENES  # noqa: PLC0415
     from tests.trainer.unusual_scenes import EXACT, NOT_RESUMED, REFUSED  # noqa: PLC0415
 
-    return (PACKAGE_SCENES | EXACT | NOT_RESUMED | REFUSED)[name]
+    return (COMMON | PACKAGE_SCENES | EXACT | NOT_RESUMED | REFUSED)[name]
 
 
-def fingerprint(made: Scene) -> str:
-    """Return a hash of everything that a script has: each bit, type and place of it counts."""
+def fingerprint(made: Scene, *, whole: bool = False) -> str:
+    """Return a hash of everything that a script has: each bit, type and place of it counts.
+
+    With `whole` only what has a meaning on any number of ranks counts.
+    """
     import torch  # noqa: PLC0415
 
     digest = hashlib.blake2b(digest_size=8)
     state = {name: part for name, part in made.state.items() if name not in made.counts_anew}
-    for value in leaves([state, made.more(), torch.get_rng_state()]):
+    for value in leaves(state, whole=True) if whole else leaves([state, made.more(), torch.get_rng_state()]):
         digest.update(value)
     return digest.hexdigest()
 
 
-def leaves(value: Any) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch a type
+def leaves(value: Any, *, whole: bool = False) -> Iterator[bytes]:  # noqa: C901, PLR0912  # one branch a type
     """Yield every bit, type and place of what a script has."""
     import torch  # noqa: PLC0415
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor) and whole:
+        yield from leaves(value.full_tensor(), whole=True)
+    elif isinstance(value, DTensor):
         yield str(value._spec.placements).encode()
         yield from leaves(value.to_local())
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
         yield f"{type(value).__name__} {context}".encode()
         yield from leaves([getattr(value, name) for name in names])
+    elif isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        yield from leaves(value.to_dense(), whole=whole)
     elif isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} {value.device}".encode()
         yield value.detach().resolve_conj().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, torch.nn.Module):
-        yield from leaves({**dict(value.named_parameters()), **dict(value.named_buffers())})
+        yield from leaves({**dict(value.named_parameters()), **dict(value.named_buffers())}, whole=whole)
+        yield repr([each.requires_grad for each in value.parameters()]).encode()
         yield from leaves(getattr(value, "extra", None))
     elif isinstance(value, ZeroRedundancyOptimizer):
-        yield from leaves(value.optim)
+        yield from leaves(value.optim, whole=whole)
     elif isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
-            yield from leaves({key: item for key, item in group.items() if key != "params"})
+            yield from leaves({key: item for key, item in group.items() if key != "params"}, whole=whole)
             for parameter in group["params"]:
-                yield from leaves([parameter, dict(value.state.get(parameter, {}))])
+                yield from leaves([parameter, dict(value.state.get(parameter, {}))], whole=whole)
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             yield str(key).encode()
-            yield from leaves(value[key])
+            yield from leaves(value[key], whole=whole)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from leaves(item)
+            yield from leaves(item, whole=whole)
     elif hasattr(value, "state_dict"):
-        yield from leaves(value.state_dict())
+        yield from leaves(value.state_dict(), whole=whole)
     else:
         yield repr(value).encode()
 

@@ -80,6 +80,65 @@ def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
     return 0
 
 
+class _Value:
+    """A part of the state that cannot always be saved."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def refused_on_one_rank(rank: int, directory: Path, *, when: str) -> int:
+    """Rank 1 has what cannot be saved: when the manager resumes, or only after the first step.  It ends late."""
+    value = _Value(range(3) if rank == 1 and when == "resume" else 0)
+    began_at = time.monotonic()
+    try:
+        manager = CheckpointManager({"box": value}, run_dir=directory, storage_test="off", every=None)
+        manager.resume()
+        value.value = range(3) if rank == 1 else 1
+        manager.step_done()
+    except StepkeeperError as error:
+        print(f"rank {rank} after {time.monotonic() - began_at:.1f} s: {error}", flush=True)
+        if rank == 1:
+            time.sleep(20.0)  # as a script that ends its trackers
+        return error.exit_code
+    return 0
+
+
+def no_state_for_a_while(rank: int, directory: Path) -> int:
+    """The state of rank 1 cannot be had at one save; training goes on, and the next save is complete."""
+    value = _Value()
+    manager = CheckpointManager({"box": value}, run_dir=directory, storage_test="off", every=None, save_within_s=60.0)
+    manager.resume()
+    for step in range(1, 4):
+        value.value = RuntimeError("no index yet") if (rank, step) == (1, 2) else step
+        manager.step_done()
+        manager.save()  # where one is in flight, it waits for it first
+    return manager.finish()
+
+
+def one_ends(rank: int, directory: Path) -> int:
+    """Rank 1 ends at once, as a process that is killed does."""
+    _, _, manager = _manager(directory)
+    manager.step_done()
+    if rank == 1:
+        os._exit(9)
+    try:
+        for _ in range(3):
+            manager.step_done()
+    except StepkeeperError as error:
+        print(f"rank {rank}: {error}", flush=True)
+        return error.exit_code
+    return 0
+
+
 def signalled(rank: int, directory: Path) -> int:
     """Rank 0 hangs before its second step until the script's own signal handler has ended the wait of the others."""
     _, _, manager = _manager(directory)

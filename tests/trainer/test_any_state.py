@@ -11,14 +11,19 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from tests.trainer import common_scenes
 from tests.trainer.any_state import SCENES, Play, Played, play
+from tests.trainer.common_scenes import COMMON
 
-RANKS = {"local_experts": 4, "hsdp": 4, "tensor_parallel": 4, "stages_that_are_sharded": 4}
+RANKS = {"local_experts": 4, "hsdp": 4, "tensor_parallel": 4, "stages_that_are_sharded": 4} | common_scenes.RANKS
 REFUSED = {"fsdp1"}
 STEPS, STOP = 5, 3
 
 
-IN_EACH_RUN = {"zero1", "local_experts", "loader_of_each_rank"}
+IN_EACH_RUN = {
+    "zero1", "local_experts", "loader_of_each_rank", "a_module_with_a_version", "weights_that_training_unfreezes",
+    "values_of_more_kinds", "schedules_and_a_scaler",
+}  # fmt: skip
 """Other scenes are played by the campaign."""
 
 Of = Callable[[str], list[Played]]
@@ -47,7 +52,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Of:
     "name",
     [
         name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.campaign)
-        for name in sorted(SCENES.keys() - REFUSED)
+        for name in sorted((SCENES.keys() - REFUSED) | COMMON.keys())
     ],
 )
 def test_a_resume_goes_on_to_the_last_bit(played: Of, name: str) -> None:
@@ -127,14 +132,33 @@ def test_what_only_as_many_ranks_can_take_is_named_before_anything_is_loaded(
     assert re.search(told, ended.said), ended.said
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp2", 4), ("hsdp", 2), ("tensor_parallel", 2), ("plain", 4)])
-def test_what_is_sharded_or_equal_everywhere_goes_on_with_other_numbers_of_ranks(
-    played: Of, name: str, ranks: int
-) -> None:
-    [ended] = play([Play(scene=name, run_dir=played(name)[1].run_dir, steps=STEPS, world_size=ranks, resume=True)])
+OTHER_RANKS = [
+    ("plain", 2, 4), ("fsdp2", 2, 4), ("fsdp2", 4, 2), ("hsdp", 4, 2), ("tensor_parallel", 4, 2),
+    ("tensor_parallel_alone", 2, 1), ("tensor_parallel_alone", 1, 2), ("gan", 2, 3), ("lbfgs", 2, 1),
+    ("converted", 2, 1), ("moments_of_another_type", 2, 3), ("quantized_moments", 2, 1), ("averages_of_torch", 2, 3),
+    ("schedules_and_a_scaler", 2, 3), ("muon_and_sparse_adam", 2, 3), ("a_module_with_a_version", 2, 3),
+    ("weights_that_training_unfreezes", 2, 3), ("frozen_weights_that_no_state_has", 2, 3),
+]  # fmt: skip
 
-    assert set(ended.codes) == {0}, ended.said
+
+@pytest.mark.parametrize(
+    ("name", "then", "ranks"),
+    [each if each[0] == "fsdp2" else pytest.param(*each, marks=pytest.mark.campaign) for each in OTHER_RANKS],
+)
+def test_what_is_sharded_or_equal_everywhere_is_the_same_on_other_numbers_of_ranks(
+    tmp_path: Path, name: str, then: int, ranks: int
+) -> None:
+    """Whole tensors, options and numbers of each part are those of the save, and training goes on."""
+    first, second = play(
+        [
+            Play(scene=name, run_dir=str(tmp_path), steps=STOP, world_size=then, whole=True),
+            Play(scene=name, run_dir=str(tmp_path), steps=STEPS, world_size=ranks, resume=True, whole=True),
+        ]
+    )
+
+    assert set(first.codes) == set(second.codes) == {0}, first.said + second.said
+    for rank in range(ranks):
+        assert second.prints[rank][str(STOP)] == first.prints[0][str(STOP)], f"rank {rank}\n{second.said}"
 
 
 def test_what_cannot_be_saved_right_is_refused_by_name_before_the_first_step(tmp_path: Path) -> None:

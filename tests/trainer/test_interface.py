@@ -332,6 +332,42 @@ def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> Non
         assert f"rank {rank}: rank 1 did not come to step_done() within 8 s" in ended.said
 
 
+@pytest.mark.parametrize("when", ["resume", "first step"])
+def test_what_one_rank_cannot_save_ends_all_ranks_at_once_with_the_same_words(
+    stage: Stage, tmp_path: Path, when: str
+) -> None:
+    """Though the process of that rank lives on for 20 s, and before anything is committed."""
+    ended = stage.play(f"{SCENES}:refused_on_one_rank", tmp_path / "run", ranks=3, group_s=300.0, when=when)
+
+    assert ended.codes == [78, 78, 78], ended.said
+    found = re.findall(r"^rank (\d) after ([\d.]+) s: (.*)$", ended.said, re.MULTILINE)
+    [words] = {words for _, _, words in found}
+    assert words.startswith("rank 1: box.value is a range, which is neither a tensor nor JSON: leave it out of state")
+    assert max(float(seconds) for _, seconds, _ in found) < 15.0
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def test_a_state_that_cannot_be_had_fails_that_save_on_all_ranks_and_not_training(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:no_state_for_a_while", tmp_path / "run", ranks=2, group_s=300.0)
+
+    assert ended.codes == [0, 0], ended.said
+    assert "box: its state_dict() raised RuntimeError: no index yet" in ended.said
+    assert [step.name for step in sorted((tmp_path / "run").glob("checkpoints/step_*"))] == [
+        "step_00000001", "step_00000003",
+    ]  # fmt: skip
+
+
+def test_a_rank_that_ends_is_no_riddle_of_gloos(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:one_ends", tmp_path / "run", ranks=2, group_s=300.0)
+
+    assert ended.codes == [1, 9], ended.said
+    assert re.search(
+        r"rank 0: another rank ended while this one waited for it in step_done\(\): its own last lines say why; "
+        r"gloo says: .*(Connection closed by peer|reset by peer)",
+        ended.said,
+    ), ended.said
+
+
 def test_signal_handlers_of_the_script_run_while_a_rank_is_waited_for(stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{SCENES}:signalled", tmp_path / "run", ranks=3, group_s=600.0, limit_s=200.0)
 

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
-from stepkeeper_trainer.coordinate.agreement import Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
     DamagedError,
@@ -437,6 +437,8 @@ class _Others:
         return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0, 0, 0, 0], strict=True)]
 
     def issue(self, own: Wish) -> None: ...
+
+    raise_together = Agreement.raise_together
 
 
 def test_a_save_is_begun_on_all_ranks_or_on_none(tmp_path: Path) -> None:

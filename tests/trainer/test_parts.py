@@ -152,8 +152,8 @@ def test_keys_that_make_one_name_keep_their_values() -> None:
 
 
 def test_what_is_neither_tensor_nor_json_is_named() -> None:
-    with pytest.raises(StateError, match=r"others.scaler.table.1 is a set"):
-        split({"table": [1, {2}]}, "others.scaler", {})
+    with pytest.raises(StateError, match=r"others.scaler.table.1 is a range"):
+        split({"table": [1, range(2)]}, "others.scaler", {})
 
 
 def test_every_generator_is_restored() -> None:

@@ -56,7 +56,7 @@ def test_an_error_of_one_ranks_reshard_ends_all_ranks_with_its_name(tmp_path: Pa
     assert second.codes == [66, 66, 66], second.said
     for rank in range(3):
         assert re.search(
-            rf"\[{rank}\] .*ResumeError: reader: _ShardsOfOne.reshard of rank 2 raised RuntimeError: no shard is left",
+            rf"\[{rank}\] .*ResumeError: rank 2: reader: _ShardsOfOne.reshard raised RuntimeError: no shard is left",
             second.said,
         ), second.said
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.any_state import Play, play
 from tests.trainer.test_any_state import STEPS, STOP
-from tests.trainer.unusual_scenes import EXACT, NOT_RESUMED, RANKS, REFUSED
+from tests.trainer.unusual_scenes import EXACT, NOT_RESUMED, RANKS, REFUSED, VALUES
 
 IN_EACH_RUN = {
     "optimizers_of_all_kinds",
@@ -26,10 +26,12 @@ REASONS = {
     "an_expanded_buffer": r"model\.expanded is expanded, .*: clone\(\) it",
     "a_parameter_without_a_shape": r"model\.lazy\.weight has no shape .*: call the module once before resume",
     "a_value_that_is_a_part_of_a_sum": r"box\.value is a DTensor with the placement Partial",
+    "a_momentum_that_is_sparse": r"optimizer\.state\.weight\.momentum_buffer is a Tensor, torch\.sparse_coo",
     "a_schedule_that_holds_a_function": r"schedule\.lr_lambdas\.0\.curve is a function",
+    **VALUES,
 }
 AT_RESUME = {
-    "a_group_that_training_adds": r"optimizer has 1 parameter groups, the checkpoint 2",
+    "a_group_of_no_module_that_training_adds": r"optimizer has 1 parameter groups, the checkpoint 2",
     "a_buffer_that_nobody_has_declared": r"has \['model\.late'\] besides",
 }
 

@@ -102,7 +102,7 @@ def test_a_saved_array_needs_numpy_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     skeleton = tree.split(np.zeros(2), "others.normaliser", tensors)
     monkeypatch.setitem(sys.modules, "numpy", None)
 
-    with pytest.raises(ResumeError, match=r"others.normaliser was saved as a NumPy array, .* install it"):
+    with pytest.raises(ResumeError, match=r"others.normaliser was saved as a value of NumPy, .* install it"):
         tree.join(skeleton, tensors)
 
 

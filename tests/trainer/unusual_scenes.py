@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -267,18 +268,70 @@ def moments_on_a_mesh_of_no_parameter(rank: int, world_size: int) -> Scene:  # n
 
 
 @not_resumed
-def a_group_that_training_adds(rank: int, world_size: int) -> Scene:  # noqa: ARG001
-    model, done = _mlp(1), Box(0)
-    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)  # type: ignore[index, union-attr]
+def a_group_of_no_module_that_training_adds(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    model, done, own = _mlp(1), Box(0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fit = _fit(model, optimizer)
 
     def step() -> float:
         done.value += 1
         if done.value == 2:
-            optimizer.add_param_group({"params": list(model[0].parameters())})  # type: ignore[index, union-attr]
+            optimizer.add_param_group({"params": [own]})
         return fit()
 
     return Scene(state={"model": model, "optimizer": optimizer, "done": done}, step=step)
+
+
+@refused
+def a_momentum_that_is_sparse(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+    """Nothing but the first step makes it."""
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).square().mean().backward()
+        optimizer.step()
+        return 0.1
+
+    return Scene(state={"model": model, "optimizer": optimizer}, step=step)
+
+
+def _box(name: str, reason: str, make: Callable[[], Any]) -> None:
+    def scene(rank: int, world_size: int) -> Scene:  # noqa: ARG001
+        model = _mlp(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer, "box": Box(make())}
+        return Scene(state=state, step=_fit(model, optimizer))
+
+    REFUSED[name] = scene
+    VALUES[name] = reason
+
+
+def _jagged() -> torch.Tensor:
+    found: torch.Tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    return found
+
+
+class _Scaled(torch.Tensor):
+    scale: float
+
+
+def _scaled() -> torch.Tensor:
+    found = torch.ones(3).as_subclass(_Scaled)
+    found.scale = 2.0
+    return found
+
+
+VALUES: dict[str, str] = {}
+"""Values that are refused, and how."""
+_box("a_long_double", r"box\.value is a longdouble", lambda: np.longdouble(1) / 3)
+_box("a_record_of_numpy", r"box\.value is a void", lambda: np.zeros(1, dtype=[("a", "i4")])[0])
+_box("a_date_of_numpy", r"box\.value is a datetime64", lambda: np.datetime64("2024-01-01"))
+_box("a_nested_tensor", r"box\.value is a nested Tensor", lambda: torch.nested.nested_tensor([torch.ones(2)]))
+_box("a_jagged_tensor", r"box\.value is a nested NestedTensor", _jagged)
+_box("a_tensor_of_bits", r"box\.value is a Tensor, .* of torch\.bits8", lambda: torch.empty(2, dtype=torch.bits8))
+_box("a_tensor_of_a_class", r"box\.value is a _Scaled, a subclass of torch\.Tensor", _scaled)
 
 
 # --- modules ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.ending import install_excepthook
 from stepkeeper_trainer.coordinate.requests import Periodic, Requests, owner
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.errors import UsageError, check_seconds
+from stepkeeper_trainer.errors import StepkeeperError, UsageError, check_seconds
 from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
@@ -34,7 +34,6 @@ from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
-from stepkeeper_trainer.state.tree import check_dense
 from stepkeeper_trainer.store import guard, run_lock
 from stepkeeper_trainer.store.housekeeping import choose_policy, keep_house
 from stepkeeper_trainer.store.retention import Policy
@@ -225,9 +224,7 @@ class CheckpointManager:
         self._resumed = resumed
         if resumed.step is not None:
             self._random = random_state.collect()
-        tensors = self._state.collect()  # what cannot be saved is said now, and not at the first save
-        for name, tensor in tensors.items():
-            check_dense(name, tensor)
+        tensors = self._check_state(Call.START)
         if self._random is not None:
             random_state.restore(self._random)  # a loader that is asked for its state may begin its iterator, and draw
         if self.rank == 0:
@@ -302,8 +299,9 @@ class CheckpointManager:
         agreed = self._listen()
         if not self._prepared:
             self._prepared = True
+            tensors = self._check_state(Call.STEP)  # the first step makes the optimizer's part
             if not self._boundary.wanted:  # the save does it itself
-                saver.prepare(self._state.collect())
+                saver.prepare(tensors)
         self._boundary.save_as_agreed(agreed)
         self._boundary.spoken()
         self._agreement.issue(self._wish())
@@ -385,6 +383,21 @@ class CheckpointManager:
         if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
             groups.close(self._boundary.group, self._agreement.group, talked)
         return code
+
+    def _check_state(self, call: Call) -> dict[str, torch.Tensor]:
+        """Return the state; what cannot be saved, or loaded again, ends all ranks before another step is lost for it.
+
+        Raises:
+            StateError: which, and on which rank.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        refusal: StepkeeperError | None = None
+        try:
+            tensors = self._state.check()
+        except StepkeeperError as error:
+            refusal = error
+        self._agreement.raise_together(refusal, call)
+        return tensors
 
     def _finish_copies(self, limit_at: float) -> None:
         """Have the last step of finished work copied to the cold tier, before anybody hears that all is done."""

@@ -40,6 +40,9 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     return view
 
 
+_NUMBERS = ("float16", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+
+
 def is_array(value: Any) -> bool:
     """Whether it is a NumPy array of numbers that torch has a type for."""
     numpy = sys.modules.get("numpy")  # who has an array has imported it
@@ -49,6 +52,25 @@ def is_array(value: Any) -> bool:
         and value.dtype.kind in "biuf"
         and isinstance(getattr(torch, value.dtype.name, None), torch.dtype)
     )
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number of NumPy that Python's own numbers hold to the last bit."""
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and isinstance(value, numpy.number | numpy.bool_)
+        and value.dtype.name in ("bool", "complex64", "complex128", *_NUMBERS)
+    )
+
+
+def to_number(dtype: str, value: Any) -> Any:
+    """Return a number of NumPy.
+
+    Raises:
+        ImportError: NumPy is not there.
+    """
+    return importlib.import_module("numpy").dtype(dtype).type(value)
 
 
 def from_array(array: Any) -> torch.Tensor:

@@ -24,6 +24,10 @@ class LateError(StepkeeperError, RuntimeError):
     """Another rank did not come to where the ranks agree."""
 
 
+class RankEndedError(StepkeeperError, RuntimeError):
+    """Another rank ended while this one waited for it."""
+
+
 class DamagedError(StepkeeperError):
     """A step directory does not hold the bytes that its manifest promises."""
 

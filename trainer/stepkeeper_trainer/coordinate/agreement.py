@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.errors import LateError, UsageError
+from stepkeeper_trainer.errors import LateError, RankEndedError, StepkeeperError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ class Agreement:
         Raises:
             UsageError: another rank has called another method there.
             LateError: another rank did not come.
-            RuntimeError: another rank died.
+            RankEndedError: another rank ended.
         """
         if self.group is None:
             return own
@@ -165,7 +165,7 @@ class Agreement:
         Raises:
             UsageError: another rank has called another method.
             LateError: another rank did not come within `within_s` seconds.
-            RuntimeError: another rank died.
+            RankEndedError: another rank ended.
         """
         if self.group is None:
             return list(values)
@@ -186,6 +186,28 @@ class Agreement:
                     f"{name} is {every_rank[0][name]} on rank 0 and {every_rank[others[0]][name]} on rank {others[0]}: "
                     "give all ranks the same, by arguments and environment"
                 )
+
+    def raise_together(self, own: StepkeeperError | None, call: Call = Call.START) -> None:
+        """Raise on all ranks what any of them has found: one that ends alone keeps the others waiting.
+
+        Args:
+            own: what this rank has found; None where all is well.
+            call: the method that all ranks are in.
+
+        Raises:
+            StepkeeperError: that of the lowest rank that has one, in the same words on all ranks.
+        """
+        if self.group is None:
+            if own is not None:
+                raise own
+            return
+        [wrong] = self.settle(call, [int(own is not None)])
+        if not wrong:
+            return
+        everyone = groups.all_gather((type(own), str(own)) if own is not None else None, self.group)
+        rank = next(rank for rank, found in enumerate(everyone) if found is not None)
+        kind, text = everyone[rank]
+        raise kind(f"rank {rank}: {text}") from own
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on every rank (at start-up)."""
@@ -212,7 +234,7 @@ class Agreement:
 
     def _receive(self, call: Call, tensor: torch.Tensor, work: Any, within_s: float) -> list[int]:
         limit_at = time.monotonic() + within_s
-        while not _wait(work, min(LOOK_EVERY_S, limit_at - time.monotonic())):
+        while not _wait(work, min(LOOK_EVERY_S, limit_at - time.monotonic()), call):
             if time.monotonic() >= limit_at:
                 raise LateError(
                     f"{self._missing()} did not come to {call.method} within {within_s:.0f} s: "
@@ -253,16 +275,22 @@ def _between(first: int, last: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
-def _wait(work: Any, seconds: float) -> bool:
+def _wait(work: Any, seconds: float, call: Call) -> bool:
     """Wait for a collective; false while it is not complete.
 
     Raises:
-        RuntimeError: it failed.
+        RankEndedError: it failed.
     """
     try:
         work.wait(timedelta(seconds=max(0.001, seconds)))
-    except RuntimeError:
+    except RuntimeError as error:
         if not work.is_completed():
             return False
-        work.wait()  # it has failed, or came right after the time was over
+        try:
+            work.wait()  # it has failed, or came right after the time was over
+        except RuntimeError:
+            raise RankEndedError(
+                f"another rank ended while this one waited for it in {call.method}: its own last lines say why; "
+                f"gloo says: {str(error).partition('. This is')[0]}"
+            ) from error
     return True

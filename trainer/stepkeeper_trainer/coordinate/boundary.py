@@ -14,6 +14,7 @@ import torch
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
 from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
+from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.log import say, warn
@@ -181,7 +182,8 @@ class Boundary:
         if divided is not None:
             self._state.divide(divided.own, divided.every_rank)
             self._tell_divided(divided)
-        self._saver.prepare((collect or self._state.collect)(), compare=drifted and divided is None)
+        tensors, problem = _try(collect or self._state.collect)
+        self._saver.prepare(tensors, compare=drifted and divided is None, problem=problem)
 
     def _tell_divided(self, divided: Divided) -> None:
         """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
@@ -255,7 +257,7 @@ class Boundary:
             self._settle()  # the state and the manifest tell of this step's loss
             counters = self._state.counters
             loss = counters.last_loss
-            tensors = collect()
+            tensors, problem = _try(collect)
             self._held_said = False
             if self._periodic.epoch_end:
                 self._made_up = self._made_up if self._making_up else 0
@@ -276,10 +278,19 @@ class Boundary:
                 requested_at=self._requests.asked_at,
                 deadline_at=self._requests.deadline_at,
                 early=self._state.early(tensors) if self._saver.overlap_copies else frozenset(),
+                problem=problem,
             )
         self._unsaid_save = True
         self._periodic.begun(counters.step)
         self._requests.served()
+
+
+def _try(collect: Callable[[], dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], StepkeeperError | None]:
+    """Return the state, or why this rank has none just now: that fails the save on all ranks, and not training."""
+    try:
+        return collect(), None
+    except StepkeeperError as error:
+        return {}, error
 
 
 def take_over(*, left_s: float, in_flight_s: float, new_s: float) -> bool:

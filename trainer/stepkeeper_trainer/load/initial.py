@@ -321,9 +321,11 @@ class _Part:
     def apply(self) -> None:
         """Give a module what was loaded, through its own `load_state_dict`: it may convert.  Raises ResumeError."""
         try:
-            self.part.module.load_state_dict(
-                {self.values[name][0]: self.values[name][1] for name in self.homes}, strict=False
-            )
+            state = self.part.module.state_dict(keep_vars=True)  # with torch's notes on the modules' versions
+            wanted = {self.values[name][0] for name in self.homes}
+            for name in state.keys() - wanted:
+                del state[name]
+            self.part.module.load_state_dict(state, strict=False)
         except RuntimeError as error:
             raise ResumeError(f"{self.part.name} refuses the initial weights: {error}") from error
 

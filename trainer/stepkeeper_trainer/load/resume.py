@@ -169,28 +169,13 @@ def _load(
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         refusal = DamagedError(f"{directory}: its description of the state cannot be used: {error!r}")
         refusal.__cause__ = error
-    _refuse_together(refusal, agreement)
+    agreement.raise_together(refusal)
     load(reader, tensors, agreement.group, limits=limits)
     try:
         state.apply(tensors)
     except StepkeeperError as error:
         refusal = error
-    _refuse_together(refusal, agreement)
-
-
-def _refuse_together(own: StepkeeperError | None, agreement: Agreement) -> None:
-    """Raise what any rank has found, on all ranks: a rank that cannot load would keep the others waiting.
-
-    Raises:
-        ResumeError: what a rank refuses.
-        DamagedError: the same.
-    """
-    everyone = agreement.gather((type(own), str(own)) if own is not None else None)
-    if own is not None:
-        raise own
-    for found in filter(None, everyone):
-        kind, text = found
-        raise kind(text)
+    agreement.raise_together(refusal)
 
 
 def _begin(commits: Commits, state: TrainingState) -> Resumed:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import msgspec
 
 VALUES_NAME = "values.bin"
-_UNSAFE = frozenset({"$subclass", "$ndarray", "$bytesio"})  # a load would need more than plain data
+_UNSAFE = frozenset(  # a load would need more than plain data
+    {"$subclass", "$ndarray", "$bytesio", "$set", "$frozenset", "$deque", "$complex", "$bytearray", "factory"}
+)
 
 
 class Values(NamedTuple):

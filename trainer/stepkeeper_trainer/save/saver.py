@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from stepkeeper_trainer.coordinate.ending import RollCall
+    from stepkeeper_trainer.errors import StepkeeperError
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.save.planner import Divided
@@ -241,14 +242,17 @@ class Saver:
         left = whole - (now - last.requested_at) if last is not None and self.busy else 0.0
         return int(1000 * max(0.0, left)), int(1000 * whole)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool = False) -> None:
+    def prepare(
+        self, tensors: Mapping[str, torch.Tensor], *, compare: bool = False, problem: StepkeeperError | None = None
+    ) -> None:
         """Plan and allocate beside training, before the first save.  All ranks call it equally often.
 
-        With `compare` the values of the save before tell which ranks hold different ones.
+        With `compare` the values of the save before tell which ranks hold different ones.  `problem` says why this
+        rank has no state just now: the others hear of it.
         """
         self._prepared.clear()
         self._prepare_began, self._comparing = time.monotonic(), compare
-        self._worker.do(lambda: self._prepare(tensors, compare=compare))
+        self._worker.do(lambda: self._prepare(tensors, compare=compare, problem=problem))
 
     def start(
         self,
@@ -261,12 +265,14 @@ class Saver:
         requested_at: float | None = None,
         deadline_at: float | None = None,
         early: frozenset[str] = frozenset(),
+        problem: BaseException | None = None,
     ) -> Save:
         """Copy the state and begin to write it, on all ranks at the same boundary.
 
         All ranks give the same `sequence`, higher than any before: the save's name comes from it.
         With `ask_room` it is given up where there is no room for it.
         Tensors of `early` may change before the optimizer's next step (see `Staging.copy`).
+        `problem` says why this rank has no state just now.
         Whatever goes wrong is an outcome of the save: nothing is raised for it.
         """
         assert not self.busy, "never two saves in flight"
@@ -287,8 +293,10 @@ class Saver:
         self._begun = {number: each for number, each in self._begun.items() if number > sequence - BEGUN_MAX}
         if self._rank == 0:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
-        changed, problem = False, None
+        changed = False
         try:
+            if problem is not None:
+                raise problem  # noqa: TRY301
             longest_s = PUT_OFF_AFTER_S if ask_room else self._limit_s
             if not self._prepared.wait(max(0.0, min(save.limit_at - now, longest_s))):
                 raise SaveError("the memory for staging is not ready in time")  # noqa: TRY301
@@ -335,8 +343,11 @@ class Saver:
         self._worker.do(done.set)
         return done.wait(max(0.0, limit_at - time.time()))
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool) -> None:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool, problem: StepkeeperError | None) -> None:
         try:
+            if problem is not None:
+                self._planner.decline(str(problem), PREPARE_WITHIN_S)
+                raise problem  # noqa: TRY301
             self._persister.prepare(tensors, PREPARE_WITHIN_S, compare=compare)
         except DividedError:
             pass  # at the next boundary it is in force, and prepared again

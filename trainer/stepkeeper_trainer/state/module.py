@@ -6,9 +6,10 @@ Names of parameters and buffers are those without what wraps a module.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, OrderedDict
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stepkeeper_trainer.errors import ResumeError, StateError
-from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.state.placement import target_of
 from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, split, tensor_places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -59,6 +60,8 @@ def keys_of(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 NAMED_MAX = 3  # names in one error message
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` returns
+_UNVERSIONED = {"version": 1}  # what torch notes of a module that declares no version
+_shape = attrgetter("shape")
 
 
 class _Extra(NamedTuple):
@@ -94,9 +97,12 @@ class ModulePart:
             )
         self.name, self.module = name, module
         self._prefix = f"{name}."
+        self._here: Mapping[str, Any] = {}  # its state as it is before a load
         self._loading: dict[str, Any] = {}  # what `load_state_dict` gets, by the module's own names
         self._replaced: dict[str, tuple[_Buffer, torch.Tensor]] = {}  # buffers, and what comes in their place
         self._names: set[str] | None = None  # of tensors that the script makes by itself, and those known since
+        self._shapes: tuple[tuple[str, ...], list[torch.Size]] = ((), [])  # as they were last, with their names
+        self._trained: tuple[list[bool | None], str] = ([], "all")  # by value of the state, and how it is written
 
     @property
     def replicated(self) -> frozenset[str]:
@@ -123,10 +129,14 @@ class ModulePart:
         state = self.module.state_dict(keep_vars=True)
         names = tuple(state)
         keys = keys_of(self._prefix, names)
+        besides = {
+            "trained": self._look_at_trained(keys, state),
+            "versions": split(_versions(state), f"{self.name}.versions", tensors),
+        }
         if all(map(is_plain, set(map(type, state.values())))) and not _has_extra(names):
             tensors.update(zip(keys, state.values(), strict=True))
             self._note_names(keys, tensors)
-            return {"names": _digest(keys), "extra": {}}
+            return {"names": _digest(keys), "extra": {}, **besides}
         extra: dict[str, Any] = {}
         plain: list[str] = []
         for key, value in zip(keys, state.values(), strict=True):
@@ -136,7 +146,14 @@ class ModulePart:
             else:
                 extra[key] = split(value, key, tensors)
         self._note_names(tuple(plain), tensors)
-        return {"names": _digest(tuple(plain)), "extra": extra}
+        return {"names": _digest(tuple(plain)), "extra": extra, **besides}
+
+    def _look_at_trained(self, keys: tuple[str, ...], state: Mapping[str, Any]) -> str:
+        """Return which parameters are trained: a script may freeze or unfreeze some in the course of training."""
+        flags = [getattr(value, "requires_grad", None) for value in state.values()]
+        if flags != self._trained[0]:
+            self._trained = flags, _write_trained(_parameters_of(keys, state))
+        return self._trained[1]
 
     def _note_names(self, keys: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> None:
         """Warn of tensors that training has added: a new process of the script does not have them.
@@ -157,6 +174,18 @@ class ModulePart:
                 names=", ".join(added[:NAMED_MAX]),
                 why="a resume will refuse this state: make them, or register_buffer(name, None), before resume()",
             )
+        shapes = list(map(_shape, map(tensors.__getitem__, keys)))
+        if self._shapes[0] == keys and self._shapes[1] != shapes:
+            buffers = self._buffers()
+            pairs = zip(keys, self._shapes[1], shapes, strict=True)
+            if changed := [key for key, then, now in pairs if then != now and key not in buffers]:
+                warn(
+                    "module_has_new_shapes",
+                    part=self.name,
+                    names=", ".join(changed[:NAMED_MAX]),
+                    why="a resume will refuse this state: make the module with its new shapes before resume()",
+                )
+        self._shapes = keys, shapes
 
     def _buffers(self) -> dict[str, _Buffer]:
         """Return all buffers by key, with those that are None until training fills them."""
@@ -173,9 +202,9 @@ class ModulePart:
         Raises:
             ResumeError: the checkpoint is of another module.
         """
-        extra = (skeleton or {}).get("extra", {})
-        check_types(extra)
-        state = self.module.state_dict(keep_vars=True)
+        extra, versions = ((skeleton or {}).get(key, {}) for key in ("extra", "versions"))
+        check_types([extra, versions])
+        self._here = state = self.module.state_dict(keep_vars=True)
         keys = keys_of(self._prefix, tuple(state))
         here = {key: value for key, value in zip(keys, state.values(), strict=True) if key not in extra}
         self._replaced = self._find_replaced(skeleton, here, saved)
@@ -193,7 +222,7 @@ class ModulePart:
                 self._loading[name], found[key] = target, target.detach()
         for key in extra.keys() - set(keys):  # the module's state has it only once training has begun
             self._loading[key.removeprefix(self._prefix)] = _Extra(extra[key])
-        for key, place in tensor_places(extra).items():
+        for key, place in tensor_places([extra, versions]).items():
             found[key] = target_of(key, place, saved[key], like=looked.get(key))
         return found
 
@@ -247,24 +276,77 @@ class ModulePart:
                 found[key] = each, torch.empty(size, dtype=dtype, device=at)
         return found
 
-    def apply(self, _skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what was saved, through the module's own `load_state_dict`: it copies nothing that is in place.
 
         Raises:
             ResumeError: the module refuses it.
         """
-        state = {
-            name: join(value.skeleton, tensors) if isinstance(value, _Extra) else value
+        state = OrderedDict(
+            (name, join(value.skeleton, tensors) if isinstance(value, _Extra) else value)
             for name, value in self._loading.items()
-        }
-        self._loading = {}
+        )
+        here, self._here, self._loading = self._here, {}, {}
+        vars(state)["_metadata"] = self._versions_then(here, skeleton, tensors)  # where torch keeps it
         for buffer, tensor in self._replaced.values():
             setattr(buffer.module, buffer.attribute, tensor)
         self._replaced = {}
+        self._take_trained(here, (skeleton or {}).get("trained"))
         try:
-            self.module.load_state_dict(state)
+            self._load(state, self._left_out(here))
         except RuntimeError as error:
             raise ResumeError(f"{self.name} refuses the checkpoint's state: {error}") from error
+
+    def _load(self, state: dict[str, Any], left_out: set[str]) -> None:
+        """Have the module load it; only what every state of it leaves out may be missing."""
+        if not left_out:
+            self.module.load_state_dict(state)
+            return
+        found = self.module.load_state_dict(state, strict=False)
+        wrong = [name for name in getattr(found, "missing_keys", ()) if plain_name(name) not in left_out]
+        if wrong := sorted([*wrong, *getattr(found, "unexpected_keys", ())]):
+            raise ResumeError(f"{self.name} refuses the checkpoint's state: missing or too many: {wrong[:NAMED_MAX]}")
+
+    def _left_out(self, here: Mapping[str, Any]) -> set[str]:
+        """Return what a hook leaves out of the module's state, frozen weights as a rule; or nothing."""
+        known = set(map(plain_name, here))
+        parameters = {plain_name(name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        if parameters <= known:
+            return set()
+        return parameters.union(plain_name(each.name) for each in self._buffers().values()) - known
+
+    def _versions_then(self, state: Any, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return torch's notes on the modules as they were saved: a module may convert the state of an older version.
+
+        Step directories of before this was saved count as made by the modules at hand.
+        """
+        here: dict[str, Any] = dict(getattr(state, "_metadata", {}))
+        if "versions" not in (skeleton or {}):
+            return here
+        then = join(skeleton["versions"], tensors)
+        return {place: then.get(plain_name(place), _UNVERSIONED) for place in here}
+
+    def _take_trained(self, state: Mapping[str, Any], trained: str | None) -> None:
+        """Freeze and unfreeze parameters as they were.
+
+        Raises:
+            ResumeError: DistributedDataParallel has taken note of the parameters as they are here.
+        """
+        parameters = _parameters_of(keys_of(self._prefix, tuple(state)), state)
+        if trained is None or trained == _write_trained(parameters):
+            return
+        flags = _read_trained(trained, parameters)
+        changed = sorted(key for key, parameter in parameters.items() if parameter.requires_grad != flags[key])
+        if wrapped := sorted(self.replicated.intersection(changed)):
+            then = "trained" if flags[wrapped[0]] else "frozen"
+            raise ResumeError(
+                f"{wrapped[0]} was {then} when it was saved, and is not here: call requires_grad_({flags[wrapped[0]]}) "
+                "before DistributedDataParallel wraps the module"
+            )
+        for key in changed:
+            parameters[key].requires_grad_(flags[key])
+        names = ", ".join(changed[:NAMED_MAX]) + (f" and {len(changed) - NAMED_MAX} more" * (len(changed) > NAMED_MAX))
+        say("requires_grad_restored", part=self.name, names=names, why="they were frozen or trained so at the save")
 
     def _check_names(self, skeleton: Any, here: set[str], saved: Mapping[str, TensorStorageMetadata]) -> None:
         missing = sorted(key for key in here if not isinstance(saved.get(key), TensorStorageMetadata))
@@ -278,6 +360,42 @@ class ModulePart:
             f"{missing[:NAMED_MAX] or 'none'} and has {besides[:NAMED_MAX] or 'none'} besides; "
             "resume with the script and settings that it was made with"
         )
+
+
+def _versions(state: Any) -> dict[str, Any]:
+    """Return what torch notes of modules beside their tensors, by plain name, where it is not the usual."""
+    found = getattr(state, "_metadata", None) or {}
+    return {plain_name(place): noted for place, noted in found.items() if noted != _UNVERSIONED}
+
+
+def _parameters_of(keys: tuple[str, ...], state: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
+    return {key: v for key, v in zip(keys, state.values(), strict=True) if isinstance(v, torch.nn.Parameter)}
+
+
+def merge(skeletons: Sequence[Any]) -> Any:
+    """Return one description for a rank of another world, from those of all ranks of then."""
+    found = {key: {k: v for each in skeletons for k, v in each.get(key, {}).items()} for key in ("extra", "versions")}
+    if any("versions" not in each for each in skeletons):
+        del found["versions"]
+    trained = {each.get("trained") for each in skeletons}
+    return found | ({"trained": "all"} if trained == {"all"} else {})
+
+
+def _write_trained(parameters: Mapping[str, torch.nn.Parameter]) -> str:
+    """Return which parameters are trained, as bits in the order of their names: a list would be megabytes."""
+    bits = "".join("1" if parameters[key].requires_grad else "0" for key in sorted(parameters))
+    return "all" if "0" not in bits else f"{len(bits)}:{int(bits, 2):x}"
+
+
+def _read_trained(text: str, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
+    """Undo `_write_trained`; what is of another number of parameters says nothing."""
+    keys = sorted(parameters)
+    if text == "all":
+        return dict.fromkeys(keys, True)
+    count, bits = text.split(":")
+    if int(count) != len(keys):
+        return {key: parameters[key].requires_grad for key in keys}
+    return {key: bit == "1" for key, bit in zip(keys, f"{int(bits, 16):0{len(keys)}b}", strict=True)}
 
 
 @lru_cache(maxsize=16)

@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
+from stepkeeper_trainer.log import say
 from stepkeeper_trainer.state.placement import can_shard, meshes_of, target_of
 from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, memory_of, split, tensor_places
 
@@ -112,6 +113,7 @@ class OptimizerPart:
         self.name, self.optimizer = name, optimizer
         self._find_names = names
         self._names: Names = {}
+        self._added: list[dict[str, torch.nn.Parameter]] = []  # groups that training had added, by name of parameter
         self._recipe: _Recipe | None = None
 
     @property
@@ -130,9 +132,8 @@ class OptimizerPart:
             "_optimizer_state_dict_post_hooks",
             "_optimizer_load_state_dict_pre_hooks",
         )
-        return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(
-            vars(optimizer).get(each) for each in hooks
-        )
+        own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer)
+        return not own and not any(vars(optimizer).get(each) for each in hooks)
 
     def _ask(self, members: list[list[str]]) -> _Given | None:
         """Return its state; None where its `state_dict` has a layout of its own."""
@@ -191,15 +192,18 @@ class OptimizerPart:
         self, given: _Given, members: list[list[str]], tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         columns: dict[str, list[str]] = {}
-        rest: dict[str, dict[str, Any]] = {}
+        rest: dict[str, Any] = {}
         plain: set[str] = set()  # states that are plain tensors where the parameter is a DTensor
         known: dict[Any, str] = {}  # one tensor may be the state of several parameters
         for name, parameter in self._each(members):
-            own = f"{self.name}.state.{name}."
+            own = f"{self.name}.state.{name}"
+            others: dict[Any, Any] = {}
             for key, value in given.states.get(name, {}).items():
-                full = f"{own}{key}"
+                full = f"{own}.{key}"
                 if (
-                    is_plain(type(value))
+                    isinstance(key, str)
+                    and "." not in key
+                    and is_plain(type(value))
                     and _is_sharded_alike(value, parameter)
                     and known.setdefault(memory_of(value) or full, full) == full
                 ):
@@ -208,9 +212,9 @@ class OptimizerPart:
                     if type(parameter) is DTensor and type(value) is not DTensor:
                         plain.add(key)
                 else:
-                    rest.setdefault(name, {})[key] = split(value, full, tensors, known)
-        if dotted := [key for key in columns if not isinstance(key, str) or "." in key]:
-            raise StateError(f"{self.name} has a state {dotted[0]!r}: its name must be text without dots")
+                    others[key] = value
+            if others:
+                rest[name] = split(others, own, tensors, known)
         count = sum(map(len, members))
         besides = split({"shared": given.shared, "more": given.more}, self.name, tensors, known)
         self._check_meshes([rest, besides])
@@ -295,16 +299,19 @@ class OptimizerPart:
         Raises:
             ResumeError: the checkpoint is of another optimizer or other parameters.
         """
-        self._names, _ = self._find_names()
+        self._names, named = self._find_names()
         members = self._members()
-        self._check_groups(skeleton["param_groups"], members)
+        self._added = self._find_added(skeleton["param_groups"][len(members) :], members, named)
+        members += [list(group) for group in self._added]
+        self._check_groups(skeleton["param_groups"], members, merged=skeleton.get("merged", False))
         besides = [skeleton.get(key) for key in ("shared", "more", "whole")]
         check_types([skeleton["rest"], skeleton["param_groups"], besides])
         own = {
             name: parameter
-            for named, group in zip(members, self.optimizer.param_groups, strict=True)
+            for named, group in zip(members, self.optimizer.param_groups, strict=False)
             for name, parameter in zip(named, group["params"], strict=True)
         }
+        own |= {name: parameter for group in self._added for name, parameter in group.items()}
         found: dict[str, torch.Tensor] = {}
         for name in skeleton.get("outside", ()):
             found[f"{self.name}.params.{name}"] = own[name].detach()
@@ -326,6 +333,15 @@ class OptimizerPart:
             found[full] = target_of(full, place, saved[full], like=None, meshes=meshes)
         return found
 
+    def _find_added(
+        self, groups: Sequence[Mapping[str, Any]], members: list[list[str]], named: Mapping[str, Any]
+    ) -> list[dict[str, torch.nn.Parameter]]:
+        """Return the parameters of groups that the script adds in the course of training, where all can be found."""
+        known = set(chain.from_iterable(members))
+        if any(name in known or name not in named for group in groups for name in group["params"]):
+            return []
+        return [{name: named[name] for name in group["params"]} for group in groups]
+
     def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what was saved, through the optimizer's own `load_state_dict`.
 
@@ -334,6 +350,7 @@ class OptimizerPart:
         Raises:
             ResumeError: the optimizer refuses it.
         """
+        self._add_groups()
         members = self._members()
         if "whole" in skeleton:
             self._load(join(skeleton["whole"], tensors))
@@ -362,6 +379,12 @@ class OptimizerPart:
             for key, value in values.items():
                 if key in here:
                     here[key] = _of_its_type(here[key], value)
+
+    def _add_groups(self) -> None:
+        for group in self._added:
+            self.optimizer.add_param_group({"params": list(group.values())})
+            say("param_group_restored", part=self.name, parameters=len(group), why="training had added it by the save")
+        self._added = []
 
     def _load(self, state: dict[str, Any]) -> None:
         try:
@@ -400,15 +423,25 @@ class OptimizerPart:
             rest |= skeleton["rest"]
         outside, plain = ([n for s in skeletons for n in s.get(key, ())] for key in ("outside", "plain"))
         found = {"columns": columns, "plain": plain, "rest": rest, "param_groups": merged, "outside": outside}
-        return found | {key: besides[0][key] for key in ("shared", "more")}
+        return found | {key: besides[0][key] for key in ("shared", "more")} | {"merged": True}
 
-    def _check_groups(self, saved: Sequence[Mapping[str, Any]], members: list[list[str]]) -> None:
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]], members: list[list[str]], *, merged: bool) -> None:
+        """Refuse other groups than those of the checkpoint; merged ones may hold parameters of other ranks.
+
+        Raises:
+            ResumeError: which.
+        """
         if len(saved) != len(members):
             raise ResumeError(f"{self.name} has {len(members)} parameter groups, the checkpoint {len(saved)}")
         for then, now in zip(saved, members, strict=True):
             if lacking := set(now).difference(then["params"]):
                 raise ResumeError(
                     f"{self.name} holds {min(lacking)}, which is not in that parameter group of the checkpoint: "
+                    "resume with the script and settings that it was made with"
+                )
+            if not merged and (dropped := set(then["params"]).difference(now)):
+                raise ResumeError(
+                    f"{self.name} lacks {min(dropped)}, which is in that parameter group of the checkpoint: "
                     "resume with the script and settings that it was made with"
                 )
 

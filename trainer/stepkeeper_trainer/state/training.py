@@ -16,15 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from stepkeeper_trainer.errors import ResumeError, UsageError
+from stepkeeper_trainer.errors import ResumeError, StateError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats.manifest import LEFT_OUT, MODULES
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.state import old, random_state, variants
-from stepkeeper_trainer.state.module import ModulePart, tied_names
+from stepkeeper_trainer.state.module import ModulePart, merge, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
 from stepkeeper_trainer.state.placement import meshes_of
-from stepkeeper_trainer.state.tree import EACH_RANK, Stateful, StatefulPart, from_blob, local, to_blob, with_keys
+from stepkeeper_trainer.state.tree import (
+    EACH_RANK,
+    Stateful,
+    StatefulPart,
+    check_dense,
+    from_blob,
+    local,
+    to_blob,
+    with_keys,
+)
 from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
@@ -191,11 +200,11 @@ class TrainingState:
             skeleton: Any = None
             own: dict[str, torch.Tensor] = {}
             if isinstance(part, ModulePart):
-                looked[name] = modules[name] if modules else (own, part.collect(own))
+                looked[name] = modules[name] if modules else (own, self._ask(part, own))
                 tensors.update(looked[name][0])
                 skeleton = looked[name][1]
             elif not (modules and isinstance(getattr(part, "value", None), torch.amp.GradScaler)):
-                skeleton = part.collect(own)
+                skeleton = self._ask(part, own)
                 if modules and isinstance(part, StatefulPart):  # arrays share their memory, and have no version counter
                     own = {n: t.clone() if t.device.type == "cpu" else t for n, t in own.items()}
                 tensors.update(own)
@@ -214,6 +223,30 @@ class TrainingState:
             }
         )
         return Gathered(tensors, random_state.capture(), others, again=bool(modules))
+
+    def _ask(self, part: Part, tensors: dict[str, torch.Tensor]) -> Any:
+        """Have a part put its tensors into `tensors`, and return the rest.
+
+        Raises:
+            StateError: it cannot, or the script's own code raised something.
+        """
+        try:
+            return part.collect(tensors)
+        except StepkeeperError:
+            raise
+        except Exception as error:  # the script's code may raise anything
+            raise StateError(f"{part.name}: its state_dict() raised {type(error).__name__}: {error}") from error
+
+    def check(self) -> dict[str, torch.Tensor]:
+        """Return the state as `collect` does, and refuse what cannot be saved: now, and not at the first save.
+
+        Raises:
+            StateError: which.
+        """
+        tensors = self.collect()
+        for name, tensor in tensors.items():
+            check_dense(name, tensor)
+        return tensors
 
     def _history(self) -> torch.Tensor:
         rows = [(float(step), loss) for step, loss in self.counters.history]
@@ -404,7 +437,7 @@ class TrainingState:
             if len(trees) > 1 and isinstance(part, OptimizerPart):
                 self._saved[name] = part.merge(trees)
             elif len(trees) > 1 and isinstance(part, ModulePart):
-                self._saved[name] = {"extra": {k: v for tree in trees for k, v in tree["extra"].items()}}
+                self._saved[name] = merge(trees)
             else:
                 self._saved[name] = trees[0]
         return {}

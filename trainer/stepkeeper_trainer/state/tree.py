@@ -1,7 +1,8 @@
 """Python state as tensors and JSON: nothing in a step directory needs unpickling of code.
 
 A tree of dicts, lists, numbers and tensors is split into named tensors and a JSON skeleton that says where each
-belongs.  Floats keep every bit; tuples (named ones too) and keys that are no strings come back as they were.
+belongs.  Floats keep every bit; tuples (named ones too), sets, numbers of NumPy and keys that are no strings come back
+as they were.
 
 A part of the state that is anything with `state_dict` and `load_state_dict` (a scheduler, a loader, an average) is such
 a tree.
@@ -14,14 +15,16 @@ import enum
 import inspect
 import io
 import json
-from collections import Counter, OrderedDict
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from stepkeeper_trainer.buffers import from_array, is_array, to_array, view_bytes
+from stepkeeper_trainer.buffers import from_array, is_array, is_number, to_array, to_number, view_bytes
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StateError
 from stepkeeper_trainer.state.placement import placement_of, target_of
 
@@ -52,50 +55,71 @@ def split(  # noqa: C901  # one branch a type
     Raises:
         StateError: something is neither a tensor nor JSON.
     """
+    if type(value) in _JSON:
+        return value
+    if is_number(value):
+        number = value.item()
+        return {"$number": value.dtype.name, "value": split(number, name, tensors)}
     match value:
+        case enum.Flag():
+            return {"$enum": _name_of(type(value)), "value": value.value}
         case enum.Enum():
             return {"$enum": _name_of(type(value)), "member": value.name}
-        case None | bool() | int() | float() | str():
+        case int() | float() | str():
             return value
         case torch.Tensor():
             return _split_tensor(value, name, tensors, known)
-        case tuple() if type(value) is not torch.Size:
-            items = [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
-            return {"$tuple": items} | ({"$of": _name_of(type(value))} if hasattr(value, "_fields") else {})
-        case list():
-            return [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
+        case list() | tuple() | deque() | set() | frozenset() if type(value) is not torch.Size:
+            return _split_items(value, name, tensors, known)
         case dict():
-            kind = next((name for name, each in _DICTS.items() if type(value) is each), None)
-            if kind is None and all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {key: split(item, f"{name}.{key}", tensors, known) for key, item in value.items()}
-            pairs = [
-                [split(k, f"{name}.key", tensors, known), split(v, f"{name}.{k}", tensors, known)]
-                for k, v in value.items()
-            ]
-            return {"$items": pairs} | ({"$of": kind} if kind is not None else {})
-        case bytes() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
+            return _split_dict(value, name, tensors, known)
+        case bytes() | bytearray() | complex() | io.BytesIO() | torch.Size() | torch.dtype() | torch.device():
             return _split_leaf(value)
     if is_array(value):
         name = _free(name, tensors)
         tensors[name] = from_array(value)
         return {"$ndarray": name}
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy number
-        return split(value.item(), name, tensors, known)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and type(number := value.item()) in _JSON:
+        return number  # of another library than torch and NumPy
     raise StateError(
         f"{name} is a {type(value).__name__}, which is neither a tensor nor JSON: "
         "leave it out of state_dict(), or turn it into numbers, text or tensors"
     )
 
 
+def _split_items(value: Iterable[Any], name: str, tensors: dict[str, torch.Tensor], known: Known | None) -> Any:
+    if isinstance(value, set | frozenset):  # in an order that is the same in each process
+        kind = "set" if isinstance(value, set) else "frozenset"
+        return {f"${kind}": sorted((split(item, name, tensors, known) for item in value), key=json.dumps)}
+    items = [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
+    match value:
+        case tuple():
+            return {"$tuple": items} | ({"$of": _name_of(type(value))} if hasattr(value, "_fields") else {})
+        case deque():
+            return {"$deque": items, "maxlen": value.maxlen}
+    return items
+
+
+def _split_dict(value: dict[Any, Any], name: str, tensors: dict[str, torch.Tensor], known: Known | None) -> Any:
+    kind = next((name for name, each in _DICTS.items() if type(value) is each), None)
+    factory = value.default_factory if type(value) is defaultdict else None
+    made_by = next((each for each, made in _FACTORIES.items() if made is factory), None)
+    if kind is None and made_by is None and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: split(item, f"{name}.{key}", tensors, known) for key, item in value.items()}
+    pairs = [
+        [split(k, f"{name}.key", tensors, known), split(v, f"{name}.{k}", tensors, known)] for k, v in value.items()
+    ]
+    of = {"$of": kind} if kind is not None else {}
+    return {"$items": pairs} | of | ({"$of": "defaultdict", "factory": made_by} if made_by is not None else {})
+
+
 def join(skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool = True) -> Any:
-    """Undo `split`; without `named`, named tuples are plain ones.
+    """Undo `split`; without `named`, named tuples are plain ones, and numbers of NumPy are Python's.
 
     Raises:
-        ResumeError: an array of NumPy was saved, and NumPy is not there; or the script has no such type.
+        ResumeError: something of NumPy was saved, and NumPy is not there; or the script has no such type.
     """
-    if not named:
-        return _join(skeleton, tensors, lambda _kind, items: tuple(items))
-    return _join(skeleton, tensors, _named)
+    return _join(skeleton, tensors, named=named)
 
 
 def check_types(skeleton: Any) -> None:
@@ -108,8 +132,8 @@ def check_types(skeleton: Any) -> None:
         case {"$tuple": list(items), "$of": str(kind)}:
             _named(kind, items)
             check_types(items)
-        case {"$enum": str(kind), "member": str(member)}:
-            _member(kind, member)
+        case {"$enum": str(kind)}:
+            _member(kind, skeleton)
         case {"$subclass": str(kind), **rest}:
             _subclass(kind)
             check_types(list(rest.values()))
@@ -121,31 +145,42 @@ def check_types(skeleton: Any) -> None:
 
 
 def _join(  # noqa: C901  # one branch a type
-    skeleton: Any, tensors: Mapping[str, torch.Tensor], named: Callable[[str, list[Any]], Any]
+    skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool
 ) -> Any:
     match skeleton:
         case {"$tensor": str(), "same": str(name)} | {"$tensor": str(name)}:
             return tensors[name]
         case {"$ndarray": str(name)}:
-            return _array(name, tensors[name])
+            return _of_numpy(to_array, name, tensors[name])
+        case {"$number": str(kind), "value": value}:
+            number = _join(value, tensors, named=named)
+            return _of_numpy(partial(to_number, kind), f"a {kind}", number) if named else number
         case {"$subclass": str(name), "inner": dict(), "context": _, "size": list(), "stride": list()}:
             return _join_subclass(name, skeleton, tensors)
-        case {"$tuple": list(items), "$of": str(kind)}:
-            return named(kind, [_join(item, tensors, named) for item in items])
-        case {"$tuple": list(items)}:
-            return tuple(_join(item, tensors, named) for item in items)
+        case {"$tuple": list(items)} | {"$deque": list(items)} | {"$set": list(items)} | {"$frozenset": list(items)}:
+            return _join_items(skeleton, [_join(item, tensors, named=named) for item in items], named=named)
         case {"$items": list(items)}:
-            pairs = {_join(k, tensors, named): _join(v, tensors, named) for k, v in items}
+            pairs = {_join(k, tensors, named=named): _join(v, tensors, named=named) for k, v in items}
+            if "factory" in skeleton:
+                return defaultdict(_FACTORIES[skeleton["factory"]], pairs)
             return _DICTS[skeleton["$of"]](pairs) if "$of" in skeleton else pairs
-        case {"$enum": str(kind), "member": str(member)}:
-            return _member(kind, member)
+        case {"$enum": str(kind)}:
+            return _member(kind, skeleton)
         case dict():
             if len(skeleton) == 1 and (leaf := _LEAVES.get(next(iter(skeleton)))) is not None:
                 return leaf(next(iter(skeleton.values())))
-            return {key: _join(item, tensors, named) for key, item in skeleton.items()}
+            return {key: _join(item, tensors, named=named) for key, item in skeleton.items()}
         case list():
-            return [_join(item, tensors, named) for item in skeleton]
+            return [_join(item, tensors, named=named) for item in skeleton]
     return skeleton
+
+
+def _join_items(skeleton: Mapping[str, Any], items: list[Any], *, named: bool) -> Any:
+    if "$deque" in skeleton:
+        return deque(items, skeleton["maxlen"])
+    if "$tuple" not in skeleton:
+        return set(items) if "$set" in skeleton else frozenset(items)
+    return _named(skeleton["$of"], items) if named and "$of" in skeleton else tuple(items)
 
 
 def is_plain(kind: type) -> bool:
@@ -162,10 +197,19 @@ def check_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     own = local(tensor)
     if isinstance(tensor, DTensor) and any(isinstance(each, Partial) for each in tensor.placements):
         raise StateError(f"{name} is a DTensor with the placement Partial: redistribute it to Shard or Replicate")
-    if own.layout is not torch.strided or own.is_quantized or own.is_meta or not is_plain(type(own)):
-        what = f"{type(own).__name__}, {own.layout} of {own.dtype} on {own.device.type}"
-        raise StateError(f"{name} is a {what}: only dense tensors can be saved")
+    dense = own.layout is torch.strided and not (own.is_nested or own.is_quantized or own.is_meta)
+    if not dense or own.dtype in _NOT_BYTES or not is_plain(type(own)):
+        nested = "nested " if own.is_nested else ""
+        what = f"{nested}{type(own).__name__}, {own.layout} of {own.dtype} on {own.device.type}"
+        raise StateError(f"{name} is a {what}: only dense tensors of whole bytes can be saved")
     return own
+
+
+_NOT_BYTES = frozenset(  # torch has no name or no kernel for their copies
+    found
+    for found in map(vars(torch).get, filter(re.compile(r"u?int[1-7]|bits?\w*").fullmatch, vars(torch)))
+    if isinstance(found, torch.dtype)
+)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,8 +228,10 @@ def _free(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _split_leaf(value: Any) -> dict[str, Any]:
     """Return what JSON has no word for, as JSON."""
     match value:
-        case bytes():
-            return {"$bytes": base64.b64encode(value).decode()}
+        case bytes() | bytearray():
+            return {f"${'bytes' if isinstance(value, bytes) else 'bytearray'}": base64.b64encode(value).decode()}
+        case complex():
+            return {"$complex": [value.real, value.imag]}
         case io.BytesIO():
             return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
         case torch.Size():
@@ -202,6 +248,8 @@ def _dtype(name: str) -> torch.dtype:
 
 _LEAVES: dict[str, Callable[[Any], Any]] = {
     "$bytes": base64.b64decode,
+    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "$complex": lambda pair: complex(*pair),
     "$bytesio": lambda text: io.BytesIO(base64.b64decode(text)),
     "$size": torch.Size,
     "$dtype": _dtype,
@@ -212,6 +260,12 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
 def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], known: Known | None) -> Any:
     """Put a tensor into `tensors`, or those that a subclass consists of, by torch's own protocol for it."""
     kind = type(value)
+    if value.is_nested or (is_plain(kind) and kind not in _TENSORS):
+        check_dense(name, value)
+        raise StateError(
+            f"{name} is a {kind.__name__}, a subclass of torch.Tensor without __tensor_flatten__: its class and "
+            "attributes would be lost; turn it into a torch.Tensor (as_subclass) in state_dict()"
+        )
     if is_plain(kind):
         name = _free(name, tensors)
         tensors[name] = value.detach()
@@ -231,6 +285,9 @@ def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], known
     }
 
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, getattr(torch.nn, "Buffer", torch.Tensor)})
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return what is equal for two references to one tensor; None where it has no memory."""
     own = local(tensor)
@@ -239,14 +296,20 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return own.device, own.data_ptr(), own.dtype, own.size(), own.stride()
 
 
-def _member(kind: str, member: str) -> Any:
-    members = _subclass(kind, enum.Enum).__members__
-    if member not in members:
-        raise ResumeError(f"the checkpoint holds {kind}.{member}, which the script's class does not have")
-    return members[member]
+def _member(kind: str, which: Mapping[str, Any]) -> Any:
+    found = _subclass(kind, enum.Enum)
+    if "value" not in which and which.get("member") in found.__members__:
+        return found.__members__[which["member"]]
+    try:
+        return found(which["value"])  # of a Flag: several members together have no name of their own
+    except (KeyError, ValueError):
+        member = which.get("member", which.get("value"))
+        raise ResumeError(f"the checkpoint holds {kind}.{member}, which the script's class does not have") from None
 
 
+_JSON = frozenset({type(None), bool, int, float, str})
 _DICTS: dict[str, Callable[..., dict[Any, Any]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -278,11 +341,11 @@ def _subclass(name: str, of: type = torch.Tensor) -> Any:
     raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")
 
 
-def _array(name: str, tensor: torch.Tensor) -> Any:
+def _of_numpy(make: Callable[[Any], Any], name: str, value: Any) -> Any:
     try:
-        return to_array(tensor)
+        return make(value)
     except ImportError as error:
-        raise ResumeError(f"{name} was saved as a NumPy array, and NumPy is not installed: install it") from error
+        raise ResumeError(f"{name} was saved as a value of NumPy, and NumPy is not installed: install it") from error
 
 
 def to_blob(skeleton: Any) -> torch.Tensor:
@@ -425,8 +488,7 @@ class StatefulPart:
             raise
         except Exception as error:  # the script's code may raise anything
             raise ResumeError(
-                f"{self.name}: {type(self.value).__name__}.{method} of rank {self._rank} raised "
-                f"{type(error).__name__}: {error}"
+                f"{self.name}: {type(self.value).__name__}.{method} raised {type(error).__name__}: {error}"
             ) from error
 
 

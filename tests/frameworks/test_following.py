@@ -42,6 +42,7 @@ def seen(tmp_path: Path, text: str, command: str, directory: str | None = None) 
         (PARSED, "bash -c 'python train.py --output_dir out | tee log'", ("huggingface", "out", True)),
         (PARSED, "deepspeed train.py --output_dir out", ("huggingface", "out", True)),
         (PARSED, "python train.py", ("huggingface", "trainer_output", True)),
+        (PARSED, "python train.py --data output_dir", ("huggingface", "trainer_output", True)),
         (PARSED, "bash -c 'python train.py --output_dir $OUT'", ("huggingface", None, True)),
         (f"{TRAINER}Trainer(args=TrainingArguments(output_dir='here')).train()", "python train.py",
          ("huggingface", "here", False)),

@@ -43,3 +43,8 @@ def test_a_checkpoint_is_in_its_directory_by_any_name_of_it(tmp_path: Path, monk
     assert not chosen.is_in(path, tmp_path)
     assert not chosen.is_in("", "")
     assert not chosen.is_in(path, None)
+
+
+def test_an_error_of_ours_leaves_the_call_to_the_script() -> None:
+    assert chosen.guarded(lambda: "found", None) == "found"
+    assert chosen.guarded(lambda: 1 // 0, "as the script says") == "as the script says"

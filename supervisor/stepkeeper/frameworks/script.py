@@ -76,7 +76,8 @@ class Script:
     def has_option(self, names: Sequence[str]) -> bool:
         """Tell whether the command gives one of some options."""
         wanted = {_plain(name) for name in names}
-        return any(_plain(word.partition("=")[0]) in wanted for word in self.words)
+        given = (word.partition("=") for word in self.words)
+        return any(_plain(name) in wanted and (equal or name.startswith("-")) for name, equal, _ in given)
 
     def has_positional(self, endings: tuple[str, ...]) -> bool:
         """Tell whether the command gives the script a file of some kinds that is no option's value."""

@@ -138,7 +138,8 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_and_count(self: Any, input_dir: Any = None, *arguments: Any, **named: Any) -> Any:
-        input_dir = _chosen(self, input_dir)
+        named_by_script = input_dir
+        input_dir = chosen.guarded(lambda: _chosen(self, named_by_script), named_by_script)
         loaded = load(self, input_dir, *arguments, **named)
         _loaded(input_dir)
         return loaded

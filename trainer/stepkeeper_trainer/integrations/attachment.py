@@ -97,8 +97,6 @@ class Attachment:
         self.rank, world_size = groups.find_rank()
         training = self.training
         self._step = self._saved_step = training.step
-        if number > 1 and self.rank == 0 and environment.run_directory is not None:
-            (environment.run_directory / records.TRAINED_NAME).unlink(missing_ok=True)  # of the training before
         named = Reporter(
             self._link, self.rank, world_size, None, total_steps=training.total_steps, framework=training.version
         )
@@ -425,6 +423,8 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
         warn("not_attached", framework=framework, why="the script's CheckpointManager saves on notice itself")
         return attachment
     current.take(attachment)
+    if current.number > 1:
+        _forget_end()
     owner.withdraw = attachment.withdraw
     try:
         attachment.training = describe()
@@ -439,6 +439,16 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
         if attachment._reporter is not None:  # noqa: SLF001  # it has introduced itself before it failed
             attachment._reporter.unable(in_words(error))  # noqa: SLF001
     return attachment
+
+
+def _forget_end() -> None:
+    """Another training begins in this process: that the one before has ended is not the end of the work."""
+    try:
+        directory = read_environment().run_directory
+        if directory is not None and groups.find_rank()[0] == 0:
+            (directory / records.TRAINED_NAME).unlink(missing_ok=True)
+    except (OSError, StepkeeperError) as error:
+        warn("end_not_forgotten", why=in_words(error))
 
 
 def _refuse(training: Training, why: str) -> None:

@@ -7,14 +7,15 @@ directory.  Each training of a process is a new one, but for the first.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+T = TypeVar("T")
 _used: set[str] = set()
 
 
@@ -35,6 +36,15 @@ def is_in(path: str, directory: object) -> bool:
         return bool(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(os.fspath(directory))  # type: ignore[call-overload]
     except TypeError:
         return False  # an object store's, or nothing that is a path
+
+
+def guarded(find: Callable[[], T], otherwise: T) -> T:
+    """Return what is found for a call; an error of ours leaves the call to the script."""
+    try:
+        return find()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the training begins as without us
+        warn("chosen_not_used", why=f"{type(error).__name__}: {error}")
+        return otherwise
 
 
 def use(framework: str, path: str) -> str:

@@ -65,7 +65,8 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_chosen(self: Any, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
-        return load(self, load_dir, _chosen(self, load_dir) if tag is None else tag, *arguments, **named)
+        tag = chosen.guarded(lambda: _chosen(self, load_dir), None) if tag is None else tag
+        return load(self, load_dir, tag, *arguments, **named)
 
     engine_class.forward, engine_class.step = forward_behind_boundary, attach_and_step
     engine_class.save_checkpoint, engine_class.load_checkpoint = save_and_tell, load_chosen

@@ -100,7 +100,8 @@ def install(module: ModuleType) -> None:
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **named: Any
     ) -> Any:
         if trial is None:
-            resume_from_checkpoint = _chosen(self, resume_from_checkpoint)
+            named_by_script = resume_from_checkpoint
+            resume_from_checkpoint = chosen.guarded(lambda: _chosen(self, named_by_script), named_by_script)
         return train(self, resume_from_checkpoint, trial, *arguments, **named)
 
     module.Trainer.train = train_from_chosen

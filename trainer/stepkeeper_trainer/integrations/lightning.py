@@ -94,18 +94,18 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(fit)
     def fit_from_chosen(self: Any, *arguments: Any, **named: Any) -> Any:
-        if len(arguments) < place and named.get("ckpt_path") is None and (path := _chosen(self)):
-            named["ckpt_path"] = path
+        if len(arguments) < place and named.get("ckpt_path") is None:
+            named["ckpt_path"] = chosen.guarded(lambda: _chosen(self), None)
         return fit(self, *arguments, **named)
 
     module.Trainer.fit = fit_from_chosen
 
 
-def _chosen(trainer: Any) -> str:
-    """Return what a `fit` without a checkpoint resumes from; empty: it begins anew, as one that only tries settings."""
+def _chosen(trainer: Any) -> str | None:
+    """Return what a `fit` without a checkpoint resumes from; None: it begins anew, as one that only tries settings."""
     path = chosen.checkpoint(NAME)
     tries = trainer.fast_dev_run or any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
-    return chosen.use(NAME, path) if path and not tries else ""
+    return chosen.use(NAME, path) if path and not tries else None
 
 
 def _add(trainer: Any) -> None:

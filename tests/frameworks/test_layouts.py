@@ -7,10 +7,15 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
 
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
@@ -518,3 +523,31 @@ def test_our_own_step_directories_stay_ours(command: Command, tmp_path: Path) ->
     assert command("ls", tmp_path / "empty")[0] == ExitCode.NOTHING_FOUND
     code, _, err = command("ls", tmp_path / "empty", "--framework", "auto")
     assert (code, "no checkpoint of a framework that is known" in err) == (ExitCode.NOTHING_FOUND, True)
+
+
+@pytest.mark.parametrize("damage", ["", "zeros at its start", "zeros in it", "cut"])
+def test_compressed_items_are_followed_to_their_ends(damage: str, command: Command, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in (100, 200):
+        state = {"model": {"a": torch.randn(200_000, generator=generator)}, "optim": {"a": layouts.tensor()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path = tmp_path / f"step-{step}"
+            writer = FileSystemWriter(path, _extensions=[ZStandard()])
+            dcp.save(state, storage_writer=writer, no_dist=True)
+    [file] = path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    if damage == "zeros at its start":
+        data[:4096] = bytes(4096)
+    elif damage == "zeros in it":  # as blocks look that never reached the disk
+        at = len(data) // 2
+        data[at : at + 262144] = bytes(262144)
+    elif damage == "cut":  # an item that ends early, in a file of the right size
+        data = data[:600_000] + data[700_000:] + bytes(100_000)
+    file.write_bytes(data)
+
+    code, out, _ = command("verify", path)
+
+    assert (code == 0) == (not damage), out
+    assert ("its compressed item at byte" in out) == bool(damage)
+    assert "follows its frames, and compares no bytes" in out or damage

@@ -64,6 +64,7 @@ class Part:
     name: str  # relative to the tree's root
     kind: Kind
     items: tuple[tuple[int, int], ...] = ()  # of a DCP file: start and length
+    compressed: tuple[tuple[int, int], ...] = ()  # of a DCP file: items in frames of zstd
     sha256: str | None = None  # as the framework itself recorded it
 
 

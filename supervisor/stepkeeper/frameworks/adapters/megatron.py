@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -163,8 +164,7 @@ def _integrity(contents: Contents, below: str) -> None:
         if path not in contents.tree:
             contents.problem(f"{path[:200]}: {contents.tree.why_missing(path)}, and {name} names it")
         else:
-            kind, items = (part.kind, part.items) if part is not None else (Kind.PLAIN, ())
-            contents.parts[path] = Part(path, kind, items, digest)
+            contents.parts[path] = dataclasses.replace(part or Part(path, Kind.PLAIN), sha256=digest)
 
 
 def add_legacy(contents: Contents, directories: list[str]) -> None:

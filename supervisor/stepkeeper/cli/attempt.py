@@ -13,11 +13,9 @@ from stepkeeper.config import rank_settings, resolve
 from stepkeeper.config.resolve import Config
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor import script
-from stepkeeper.doctor.site import Level
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import selection
-from stepkeeper.frameworks.following import Following, follow, without_argument
+from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.run_store import journal, paths, run_registry, submission
 from stepkeeper.run_store.paths import RunDirectory
@@ -132,9 +130,9 @@ def say_framework(found: Following | None, command: Sequence[str], settings: Run
             why="nothing shows that the script takes a resume argument of this framework: say {resume} where it goes, "
             "set --resume-argument, or have the script read STEPKEEPER_RESUME_FROM",
         )
-    notice = script.notice(found, command, settings.attach)
-    if notice.level is not Level.OK:
-        log.warning("cannot_save_on_notice", framework=found.framework, why=notice.means, ask_for=notice.remedy)
+    said = notice(found, command, attach=settings.attach)
+    if not said.answered:
+        log.warning("cannot_save_on_notice", framework=found.framework, why=said.means, ask_for=said.remedy)
 
 
 def job(

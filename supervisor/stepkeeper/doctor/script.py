@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepkeeper.doctor.site import Finding, Level
-from stepkeeper.frameworks.following import Following, without_argument
+from stepkeeper.frameworks.following import Following, notice, without_argument
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.slurm import cmd
-from stepkeeper_trainer.integrations import hook
-
-_PERIODIC = "at a notice the last periodic checkpoint counts: what was trained since then is trained again"
 
 
 def examine(
@@ -47,7 +44,7 @@ def examine(
         ]
     return [
         _directory(found),
-        notice(found, command, attach),
+        _notice(found, command, attach),
         _resume(
             found,
             command,
@@ -72,27 +69,10 @@ def _directory(found: Following) -> Finding:
     return Finding(level=Level.OK, subject="framework", found=recognized, means=means)
 
 
-def notice(found: Following, command: Sequence[str], attach: str) -> Finding:
-    """Return whether ranks of this framework save when a notice comes."""
-    subject = "save on notice"
-    if found.framework in hook.NAMES and attach in ("auto", found.framework):
-        means = "at a notice all ranks save the framework's own checkpoint at one step, and leave together"
-        return Finding(level=Level.OK, subject=subject, found=f"--attach {attach}", means=means)
-    if found.answers_notice:
-        means = f"it saves on its own on SIGTERM: {found.save}"
-        return Finding(level=Level.OK, subject=subject, found=found.title, means=means)
-    if found.notice_options:
-        given = [option for option in found.notice_options if option in command]
-        if given:
-            means = f"it saves on its own on the stop signal: {found.save}"
-            return Finding(level=Level.OK, subject=subject, found=given[0], means=means)
-        remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
-        return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
-    if found.framework in hook.NAMES:
-        remedy = "set --attach auto (versions: docs/frameworks.md)"
-    else:
-        remedy = f"save often enough; the script itself can save: {found.save}"
-    return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
+def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
+    said = notice(found, command, attach=attach)
+    level = Level.OK if said.answered else Level.WARNING
+    return Finding(level=level, subject="save on notice", found=said.shown, means=said.means, remedy=said.remedy)
 
 
 def _resume(found: Following, command: Sequence[str], *, setting: bool | None, other: str) -> Finding:

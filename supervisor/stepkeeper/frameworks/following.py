@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,10 +15,12 @@ from stepkeeper.frameworks.asking import Newest
 from stepkeeper.frameworks.framework import DIGITS_MAX, Framework, WorldChange, Writes
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
+from stepkeeper_trainer.integrations import hook
 
 OURS = "stepkeeper_trainer"
 _INTEGRATIONS = f"{OURS}.integrations"
 _VARIABLE = "STEPKEEPER_RESUME_FROM"
+_PERIODIC = "at a notice the last periodic checkpoint counts: what was trained since then is trained again"
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +57,34 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
         if self.option.endswith("="):
             return (f"{self.option}{newest.arguments[1]}",)
         return (self.option, *newest.arguments[1:])
+
+
+class Notice(NamedTuple):
+    """Whether ranks save when a notice comes."""
+
+    answered: bool
+    shown: str  # by what
+    means: str
+    remedy: str = ""  # where they do not
+
+
+def notice(found: Following, command: Sequence[str], *, attach: str) -> Notice:
+    """Return whether ranks of a framework save when a notice comes, and what would have them do so."""
+    if found.framework in hook.NAMES and attach in ("auto", found.framework):
+        means = "at a notice all ranks save the framework's own checkpoint at one step, and leave together"
+        return Notice(answered=True, shown=f"--attach {attach}", means=means)
+    given = [option for option in found.notice_options if option in command]
+    if found.answers_notice or given:
+        by = "SIGTERM" if found.answers_notice else "the stop signal"
+        shown = given[0] if given else found.title
+        return Notice(answered=True, shown=shown, means=f"it saves on its own on {by}: {found.save}")
+    if found.notice_options:
+        remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
+    elif found.framework in hook.NAMES:
+        remedy = "set --attach auto (versions: docs/frameworks.md)"
+    else:
+        remedy = f"save often enough; the script itself can save: {found.save}"
+    return Notice(answered=False, shown="none", means=_PERIODIC, remedy=remedy)
 
 
 def without_argument(found: Following, *, attach: str, repair_pointers: bool) -> str:

@@ -18,7 +18,7 @@ import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.frameworks.asking import Answer, Newest, Pointed, Question, Repair, Seen
+from stepkeeper.frameworks.asking import Answer, Newest, Question, Repair, Seen
 from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
@@ -179,9 +179,11 @@ class ForeignCheckpoints:
             return
         for each in pointed:
             if each.error:
-                self._log.warning("pointer_not_repaired", **_words(each), error=each.error)
+                self._log.warning(
+                    "pointer_not_repaired", file=each.file, named=each.named, names=each.names, error=each.error
+                )
             else:
-                self._log.info("pointer_repaired", **_words(each))
+                self._log.info("pointer_repaired", file=each.file, named=each.named, names=each.names)
 
     def choose(self, is_old: Callable[[], bool]) -> on.CheckpointChosen:
         """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
@@ -341,7 +343,3 @@ class ForeignCheckpoints:
             return msgspec.json.decode(out, type=Answer)
         except msgspec.MsgspecError as error:
             raise ForeignError(f"its answer cannot be read: {error}") from error
-
-
-def _words(pointed: Pointed) -> dict[str, str]:
-    return {"file": pointed.file, "named": pointed.named, "names": pointed.names}

@@ -146,7 +146,8 @@ bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/ben
 	$(V)/python -m tests.bench_checkpoint $(BENCH)
 
 # torch with CUDA is not what `setup` installs: give the Python of an environment that has it
-bench-gpu: $(if $(GPU_PYTHON),,setup)  ## what saves and loads cost on a GPU, against torch's own; GPU_PYTHON=PATH
+bench-gpu: $(if $(GPU_PYTHON),,setup)  ## the tests that need a GPU, then what saves and loads cost on a GPU, against torch's own; GPU_PYTHON=PATH
+	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m pytest $(ONE) -m gpu -rs tests/trainer
 	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m tests.bench_gpu $(BENCH)
 
 bench-verify: setup  ## deep verification of other frameworks' checkpoints against `cat` (docs/frameworks.md)

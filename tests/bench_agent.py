@@ -1,6 +1,6 @@
 """What the node agent costs, and how fast it is: `python -m tests.bench_agent` (root, Slurm) prints a table.
 
-Times are taken from the agent's own log, whose clock is the one of whoever writes into the kernel log.
+Times are taken from the agent's own log, whose clock is that of the process that writes into the kernel log.
 """
 
 from __future__ import annotations

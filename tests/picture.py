@@ -45,9 +45,9 @@ class Film:
         now = time.time()
         accounts = self._reader.see(now=now).accounts
         seen = self._look.look()
-        told = tuple(msgspec.structs.replace(each, why=self._short(each.why)) for each in seen.told)
+        decisions = tuple(msgspec.structs.replace(each, why=self._short(each.why)) for each in seen.decisions)
         status = seen.status and msgspec.structs.replace(seen.status, why=self._short(seen.status.why))
-        seen = msgspec.structs.replace(seen, told=told, status=status)
+        seen = msgspec.structs.replace(seen, decisions=decisions, status=status)
         lines = screen(self._short(str(self._run.path)), seen, accounts, now=now, width=COLUMNS, height=LINES)
         phase = _PHASE.match(lines[1])
         word = phase[0] if phase else lines[1]

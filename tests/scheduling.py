@@ -23,7 +23,7 @@ from xdist.workermanage import WorkerController
 TABLE = Path(__file__).with_name("durations.txt")
 VARIABLE = "TEST_DURATIONS"  # not STEPKEEPER_...: those are settings, and an unknown one is refused
 ALONE_S = 12.0
-"""A test that takes longer is given to whoever is free, without the rest of its module."""
+"""A test that takes longer is given to the worker that is free, without the rest of its module."""
 USUAL_S = 0.1
 """Of a test that is not listed: of most, a module has many."""
 LISTED_S = 2.0

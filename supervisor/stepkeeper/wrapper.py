@@ -23,9 +23,9 @@ from collections.abc import Mapping
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
-FAILURE_TOLD_WITHIN_S = 30.0  # the others hang until somebody knows
+FAILURE_REPORTED_WITHIN_S = 30.0  # the others hang until somebody knows
 HAND_OVER_WITHIN_S = 5.0  # for each answer of a standby: then the rank is started as ever
-LEAVING_TOLD_WITHIN_S = 1.0  # the start as well: it is sent once
+LEAVING_REPORTED_WITHIN_S = 1.0  # the start as well: it is sent once
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -50,12 +50,12 @@ def main(argv: list[str]) -> int:
         address,
         {"type": "task_started", "launch": launch, "rank": rank, "local_rank": local_rank, "pid": pid}
         | standby.reported,
-        LEAVING_TOLD_WITHIN_S,
+        LEAVING_REPORTED_WITHIN_S,
     )
     status = standby.wait(pid) if standby.used else os.waitpid(pid, 0)[1]
     code = os.waitstatus_to_exitcode(status)
     how = {"signal": -code} if code < 0 else {"code": code}
-    patience_s = FAILURE_TOLD_WITHIN_S if code not in (0, EXIT_STOPPED) else LEAVING_TOLD_WITHIN_S
+    patience_s = FAILURE_REPORTED_WITHIN_S if code not in (0, EXIT_STOPPED) else LEAVING_REPORTED_WITHIN_S
     tell(address, {"type": "task_exited", "launch": launch, "rank": rank, "at": time.time(), **how}, patience_s)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.config import resolve, shape
-from stepkeeper.config.resolve import MODULES, TOLD, Origin
+from stepkeeper.config.resolve import MODULES, PASSED_ON, Origin
 from stepkeeper.errors import StepkeeperError
 from tests.config.conftest import Gather
 
@@ -121,7 +121,7 @@ def test_a_variable_that_is_not_known_is_an_error_that_names_the_nearest(
 
 
 def test_what_ranks_are_told_and_what_modules_set_is_no_setting(gather: Gather) -> None:
-    told = dict.fromkeys(TOLD | MODULES, "7")
+    told = dict.fromkeys(PASSED_ON | MODULES, "7")
 
     config = gather(**told).resolve()
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper import docs
 from stepkeeper.config import resolve
+from stepkeeper.config.rank_settings import parse_metrics_port
 from stepkeeper.config.settings import SETTINGS, RunSettings, Setting, build
 from stepkeeper.config.values import REMOVED, checked, from_text, known, shown
 from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.errors import StepkeeperError
+from tests.pages import configuration
 
 ROOT = Path(__file__).parents[2]
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -28,6 +29,7 @@ READ = {
     "local_tier": "/nvme",
     "cold_tier": "s3://bucket/run",
     "slurm_client": "pyslurm:/opt/pyslurm/bin/python",
+    "metrics_port": "0.0.0.0:9400",
 }
 
 
@@ -124,9 +126,23 @@ def test_a_whole_number_will_do_for_a_number() -> None:
     assert (value, type(value)) == (5.0, float)
 
 
+def test_a_port_may_stand_alone_and_as_a_number() -> None:
+    assert checked(SETTINGS["metrics_port"], 9400, "here") == "9400"
+    assert parse_metrics_port("9400") == ("127.0.0.1", 9400)
+    assert parse_metrics_port("10.0.0.1:0") == ("10.0.0.1", 0)
+    for wrong in ("65536", "-1", "here:", "10.0.0.1"):
+        with pytest.raises(StepkeeperError, match="ADDRESS:PORT"):
+            checked(SETTINGS["metrics_port"], wrong, "here")
+
+
+def test_most_settings_earn_their_line() -> None:
+    """One that nobody would set is a constant in `Limits` of `core/policy.py`."""
+    assert len(SETTINGS) <= 62
+
+
 def test_the_page_has_every_setting_once() -> None:
-    assert sorted(key for keys in docs.TOPICS.values() for key in keys) == sorted(SETTINGS)
-    assert len(next(iter(docs.TOPICS.values()))) == 10
+    assert sorted(key for keys in configuration.TOPICS.values() for key in keys) == sorted(SETTINGS)
+    assert len(next(iter(configuration.TOPICS.values()))) == 10
 
 
 def test_names_are_unique() -> None:
@@ -136,12 +152,12 @@ def test_names_are_unique() -> None:
     ):
         assert len(names) == len(set(names))
     variables = {setting.variable for setting in SETTINGS.values()}
-    assert not variables & (resolve.TOLD | resolve.MODULES)
+    assert not variables & (resolve.PASSED_ON | resolve.MODULES)
 
 
 def test_every_variable_of_the_programs_is_a_setting_or_told_to_ranks() -> None:
-    """Whoever adds one must say which: else a run started inside a rank would refuse to start."""
-    known = {setting.variable for setting in SETTINGS.values()} | resolve.TOLD
+    """A new variable must be one of both: else a run started inside a rank would refuse to start."""
+    known = {setting.variable for setting in SETTINGS.values()} | resolve.PASSED_ON
     found = {
         name
         for below in ("supervisor", "trainer")
@@ -185,13 +201,16 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
         with pytest.raises(StepkeeperError, match=re.escape(instead)):
             known(key, "here")
     assert "constant since 0.2: 30" in REMOVED["policy.kill_within_s"]
+    assert "constant since 0.2: leave, requeue" in REMOVED["policy.on_node_lost"]
 
 
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
         (["--max-nodes", "8"], "--max-nodes: `max_nodes` is no setting any more: set `spares`"),
+        (["--load-memory-gib", "2"], "--load-memory-gib: .* give `CheckpointManager` the argument"),
         (["--set", "policy.grow_ask_s=9"], "set `policy.grow_idle_s`"),
+        (["--set", "policy.on_node_fault=stop"], "constant since 0.2: leave, requeue"),
         (["--set", "spares"], "--set KEY=VALUE"),
         (["--set", "spare=1"], "did you mean `spares`"),
         (["--set", "spares=1", "--spares", "1"], "twice"),

@@ -59,7 +59,7 @@ def apply(mutation: Mutation) -> CodeType:
 
 @contextlib.contextmanager
 def mistaken(mutation: Mutation) -> Iterator[None]:
-    """Have the function run the code with the mistake in it: whoever imported it has it too."""
+    """Have the function run the code with the mistake in it, also in modules that have imported it."""
     code = apply(mutation)
     module, _, name = mutation.where.partition(".")
     function: FunctionType = getattr(importlib.import_module(f"stepkeeper.core.{module}"), name)

@@ -182,7 +182,7 @@ MUTATIONS = (
         first,
         "_earlier",
         "SIGTERM ends a requeue that nobody takes",
-        "told_to_end_while_nobody_takes_the_requeue",
+        "terminated_while_nobody_takes_the_requeue",
         "time",
     ),
     Mutation(
@@ -302,7 +302,7 @@ MUTATIONS = (
         becomes("()"),
         "skipped_data",
         "a rollback says to the lineage which data is left out",
-        "left_out_data_stays_so_in_the_next_attempt",
+        "skipped_data_stays_so_in_the_next_attempt",
         "again",
     ),
     Mutation(
@@ -310,7 +310,7 @@ MUTATIONS = (
         becomes("()"),
         "skipped_data",
         "the next attempt leaves out the same data",
-        "left_out_data_stays_so_in_the_next_attempt",
+        "skipped_data_stays_so_in_the_next_attempt",
         "again",
     ),
     Mutation(
@@ -335,7 +335,7 @@ MUTATIONS = (
     Mutation(
         "gates.relaunch",
         first,
-        "charged",
+        "counts",
         "each failure counts, also before the first word",
         "launch_never_begins",
         "failure",
@@ -464,7 +464,7 @@ MUTATIONS = (
         drop,
         "back",
         "only a node that rested comes back",
-        "growing_back_without_the_faulty_node",
+        "scale_up_without_the_faulty_node",
         "grows",
         nth=1,
     ),

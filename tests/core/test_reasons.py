@@ -141,7 +141,7 @@ def facts_of(seen: Timeline) -> object:
     """Return what a report says, without its sentences."""
     launches = [(each.ending, each.reason, each.decided, each.cause, each.phases) for each in seen.launches()]
     incidents = [(each.at, each.kind, each.node) for each in seen.incidents]
-    return launches, incidents, seen.standing, seen.accounts
+    return launches, incidents, seen.run_state, seen.accounts
 
 
 def all_facts(path: Path) -> object:

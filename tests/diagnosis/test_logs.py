@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.diagnosis import log_lines, logs, page, rules
+from stepkeeper.diagnosis import log_lines, logs, rules
 from stepkeeper.diagnosis.causes import Cause, Role
 from tests.diagnosis.corpus import verdict
 
@@ -174,12 +174,6 @@ def test_a_wrong_rule_is_refused_with_its_name() -> None:
         rules.parse(whole + good + good)
     with pytest.raises(rules.RulesError, match="no meaning for"):
         rules.parse(good + "[causes]\n")
-
-
-def test_the_page_of_the_rules_is_up_to_date() -> None:
-    assert (ROOT / "docs/verdicts.md").read_text() == page.page(), (
-        "run `python -m stepkeeper.diagnosis.page docs/verdicts.md`"
-    )
 
 
 def test_the_same_rule_for_the_same_rank_is_told_once_with_a_count() -> None:

@@ -1,25 +1,40 @@
-"""What the generated pages cover; that the committed ones are up to date is tested in `tests/reading/test_docs.py`."""
+"""The generated pages are up to date, and leave nothing out."""
 
 from __future__ import annotations
 
 import re
 import typing
+from pathlib import Path
 
 import msgspec
 
-from stepkeeper import docs
 from stepkeeper.core import effects, events, reasons
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import journal
+from tests.pages import log, pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_committed_pages_are_up_to_date() -> None:
+    for name, text in pages().items():
+        assert (DOCS / name).read_text() == text, "run `python -m tests.pages`"
+
+
+def test_every_exit_code_is_there() -> None:
+    page = pages()["exit-codes.md"]
+    for code in ExitCode:
+        assert f"| `{code.value}` | `{code.name}` | {code.meaning} |" in page
 
 
 def test_every_log_event_says_what_it_means() -> None:
-    silent = [line.name for line in docs.found() if line.name not in docs.MEANINGS]
+    silent = [line.name for line in log.found() if line.name not in log.MEANINGS]
 
-    assert not silent, "say in `stepkeeper/docs.py` what these lines mean to a reader"
+    assert not silent, "say in `tests/pages/log.py` what these lines mean to a reader"
 
 
 def test_the_calls_are_found_with_their_keys() -> None:
-    found = {(line.program, line.name): line for line in docs.found()}
+    found = {(line.program, line.name): line for line in log.found()}
 
     assert found["supervisor", "decision"].keys[:2] == ("why", "reason")
     assert found["supervisor", "exit"].keys == ("code", "reason")
@@ -29,7 +44,7 @@ def test_the_calls_are_found_with_their_keys() -> None:
 
 
 def test_every_structure_in_a_record_has_a_section_with_its_keys() -> None:
-    page = docs.pages()["events.md"]
+    page = pages()["events.md"]
     kinds = set()
 
     def walk(kind: object) -> None:

@@ -320,7 +320,7 @@ def run_with(tmp_path: Path, log: Log, newest: Status, **settings: object) -> It
 
 def test_a_port_that_is_taken_costs_a_line_in_the_log(tmp_path: Path, served: Port) -> None:
     log = Log()
-    for _ in run_with(tmp_path, log, status(), metrics_port=served.number):
+    for _ in run_with(tmp_path, log, status(), metrics_port=str(served.number)):
         assert log.said == ["metrics_not_served"]
 
 

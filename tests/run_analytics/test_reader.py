@@ -88,7 +88,7 @@ def test_a_run_that_is_read_while_it_grows_is_the_run_that_is_read_at_once(tmp_p
                 file.seek(0, os.SEEK_END)
                 file.write(data[file.tell() : len(data) * part // 13])
         assert command.document(reader.see(now=now)) == command.document(reading.see(run, now=now)), part
-    assert reader.see(now=now).standing == "finished"
+    assert reader.see(now=now).run_state == "finished"
 
 
 def test_a_timeline_changes_nothing_for_the_next_one(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_timeline_changes_nothing_for_the_next_one(tmp_path: Path) -> None:
     runs.write_journal(run, told.records)
     reader = reading.Reader(run)
 
-    assert reader.see(now=START + 5000).standing == "silent"
+    assert reader.see(now=START + 5000).run_state == "silent"
     assert [launch.ending for launch in reader.see(now=START + 5000).launches()] == ["no word"]
     assert [launch.ending for launch in reader.see(now=START + 1).launches()] == ["running"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from stepkeeper.run_analytics import reading
 from stepkeeper.run_analytics.model import Ending
-from stepkeeper.run_analytics.timeline import Standing
+from stepkeeper.run_analytics.timeline import RunState
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
@@ -42,7 +42,7 @@ def test_who_requeued_a_run_whose_supervisor_was_killed_is_told(run: RunDirector
     first = next(seen.launches())
     assert (first.ending, first.decided) == (Ending.NO_WORD, "requeued by the watcher on n2")
     assert [(each.kind, each.node) for each in seen.incidents] == [("supervisor lost", "n2")]
-    assert seen.standing is Standing.RUNNING
+    assert seen.run_state is RunState.RUNNING
 
 
 def test_torn_lines_and_nonsense_cost_nothing_else(run: RunDirectory) -> None:

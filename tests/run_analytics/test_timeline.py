@@ -16,7 +16,7 @@ from stepkeeper.core.reason_text import text
 from stepkeeper.run_analytics import history, timeline
 from stepkeeper.run_analytics import model as row_files
 from stepkeeper.run_analytics.model import SECOND, Ending, Rows, Use
-from stepkeeper.run_analytics.timeline import Standing, Timeline
+from stepkeeper.run_analytics.timeline import RunState, Timeline
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.journal import VERSION, Record
 from tests.core import histories
@@ -67,7 +67,7 @@ def test_steps_that_were_done_again_are_lost_and_counted_once() -> None:
     }
     assert seen.steps_lost == 10
     assert seen.accounts.ettr == pytest.approx(25 / 65)
-    assert seen.standing is Standing.RUNNING
+    assert seen.run_state is RunState.RUNNING
     first, second = seen.launches()
     assert (first.ending, first.decided) == (Ending.FAILURE, "relaunch in the allocation")
     assert "rank 1 on n2 ended with exit code 1" in first.why
@@ -210,7 +210,7 @@ def test_waiting_for_nodes_costs_time_but_no_nodes() -> None:
     told.tell(on.RequeueAnswered(at=START + 14, ok=True))
     told.tell(on.BusEnded(at=START + 14, bus=1, code=0))
     assert told.records[-1].phase.value == "done"
-    assert told.see().standing is Standing.WAITING
+    assert told.see().run_state is RunState.WAITING
     told.begin(1014)
     told.launch(1014, resume=10)
     told.steps(11, 10, at=1014)
@@ -224,7 +224,7 @@ def test_waiting_for_nodes_costs_time_but_no_nodes() -> None:
     assert wall(seen) == {"productive": 20.0, "saving": 2.0, "stopping": 2.0, "queue": 1000.0}
     assert seen.accounts.node_total == 2 * 24 * SECOND
     assert seen.accounts.goodput == pytest.approx(20 / 24)
-    assert seen.standing is Standing.FINISHED
+    assert seen.run_state is RunState.FINISHED
     assert [launch.ending for launch in seen.launches()] == [Ending.PREEMPTED, Ending.FINISHED]
     assert next(seen.launches()).decided == "requeue"
 
@@ -246,7 +246,7 @@ def test_a_launch_that_left_as_somebody_asked_has_not_failed() -> None:
 
     (launch,) = seen.launches()
     assert (launch.ending, launch.why) == (Ending.STOPPED, "ada asks to save and end")
-    assert (seen.standing, seen.why) == (Standing.ENDED, "ada asks to save and end")
+    assert (seen.run_state, seen.why) == (RunState.ENDED, "ada asks to save and end")
 
 
 def test_a_spare_is_held_and_takes_no_part_until_it_is_needed() -> None:
@@ -282,7 +282,7 @@ def test_a_supervisor_that_was_killed_lived_until_the_last_step() -> None:
     assert_adds_up(seen)
     assert wall(seen) == {"productive": 20.0, "lost": 20.0, "queue": 70.0, "starting": 5.0}
     assert next(seen.launches()).ending is Ending.NO_WORD
-    assert told.see(now=round((START + 5000) * SECOND)).standing is Standing.SILENT
+    assert told.see(now=round((START + 5000) * SECOND)).run_state is RunState.SILENT
 
 
 def test_what_nobody_will_resume_is_lost_where_the_run_is_over() -> None:
@@ -302,7 +302,7 @@ def test_what_nobody_will_resume_is_lost_where_the_run_is_over() -> None:
     seen = told.see()
 
     assert_adds_up(seen)
-    assert seen.standing is Standing.ENDED
+    assert seen.run_state is RunState.ENDED
     assert wall(seen)["productive"] == 15.0
     assert wall(seen)["lost"] == 9.0
 
@@ -344,7 +344,7 @@ def test_without_metrics_the_progress_in_the_journal_counts() -> None:
 def test_a_journal_that_tells_nothing_is_an_empty_timeline() -> None:
     seen = see([], {})
 
-    assert seen.standing is Standing.EMPTY
+    assert seen.run_state is RunState.EMPTY
     assert_adds_up(seen)
     assert seen.accounts.ettr is None
 
@@ -356,7 +356,7 @@ def test_a_recorded_run_adds_up() -> None:
     )
 
     assert_adds_up(seen)
-    assert seen.standing is Standing.FINISHED
+    assert seen.run_state is RunState.FINISHED
     assert [launch.ending for launch in seen.launches()] == [Ending.FAILURE, Ending.PREEMPTED, Ending.FINISHED]
     assert seen.steps_lost == 10
     assert seen.step == 120

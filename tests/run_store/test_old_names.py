@@ -9,10 +9,14 @@ import msgspec
 import pytest
 
 from stepkeeper.config import resolve
+from stepkeeper.core.baseline import Pace
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
+from stepkeeper.core.losses import Losses
+from stepkeeper.core.stragglers import Suspect
 from stepkeeper.run_store import journal, old_names
 from stepkeeper.run_store.recorder import ALL_KEYS
+from stepkeeper.watcher import messages as lines
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FRAME = {"v": 1, "job_id": 7, "restart_count": 0, "attempt": 0, "launch": 0, "phase": "training"}
@@ -104,3 +108,16 @@ def test_a_record_of_today_is_not_touched() -> None:
     line = msgspec.json.encode(FRAME | {"event": {"event": "suspended", "at": 1.0, "seconds": 9.0}, "baseline": {}})
 
     assert old_names.translate(line) is line
+
+
+def test_what_was_renamed_in_the_code_keeps_its_name_in_journals_and_on_the_bus() -> None:
+    save = lines.Save(launch=1, request_id=1, stop=True, why="x", library_seen=True)
+    assert msgspec.json.decode(lines.encode(save))["heard"] is True
+    assert msgspec.json.decode(lines.encode(lines.StopSignalSent(node="a", launch=1, text="x")))["type"] == "told"
+    assert (
+        msgspec.json.decode(lines.encode(lines.ShardRead(node="a", number=1, index=0, of=1, bytes_read=0)))["type"]
+        == "share_read"
+    )
+    assert {"heard": 3, "told": True}.items() <= msgspec.to_builtins(Losses(count=3, reported=True)).items()
+    assert msgspec.to_builtins(Suspect(node="a", since=1.0, reported=True))["told"] is True
+    assert msgspec.to_builtins(Pace(steps=2))["heard"] == 2

@@ -247,7 +247,7 @@ def test_the_cpus_of_the_job_reach_an_own_line_that_leaves_them_to_it(line: str,
 
 @pytest.mark.parametrize("line", ["python t.py", "torchrun t.py", "srun python t.py"])
 def test_a_run_that_attaches_has_the_hook_first_on_the_python_path(line: str) -> None:
-    attaching = msgspec.structs.replace(job(*line.split()), told=attach_variables(RunSettings(attach="auto")))
+    attaching = msgspec.structs.replace(job(*line.split()), variables=attach_variables(RunSettings(attach="auto")))
     theirs = launch_environment(attaching, meeting(), {"PYTHONPATH": "/mine:"})
     alone = launch_environment(attaching, meeting(), {})
 

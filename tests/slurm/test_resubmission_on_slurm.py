@@ -28,7 +28,7 @@ PER_JOB = frozenset(
     )
 )  # fmt: skip
 # among what Slurm could choose, of a job that runs Slurm 22.05 tells its choice alone
-UNTOLD = frozenset(("NumNodes", "NumTasks", "NumCPUs", "TRES", "TimeLimit", "Partition", "Features", "Prefer"))
+UNSUPPORTED = frozenset(("NumNodes", "NumTasks", "NumCPUs", "TRES", "TimeLimit", "Partition", "Features", "Prefer"))
 RESUBMIT = """
 import json, os, sys, time
 from stepkeeper.slurm.jobs import SlurmCommands
@@ -113,7 +113,7 @@ def test_the_job_that_follows_asks_for_what_its_predecessor_asked_for(
         key: (old.get(key), new.get(key)) for key in (old.keys() | new.keys()) - PER_JOB if old.get(key) != new.get(key)
     }
     told = directives or lab.options.slurm == "newest"
-    assert differ.keys() <= (frozenset() if told else UNTOLD), (differ, unknown)
+    assert differ.keys() <= (frozenset() if told else UNSUPPORTED), (differ, unknown)
     assert new["Dependency"].startswith(f"afterany:{job}")
 
 

@@ -21,7 +21,7 @@ MOMENT_S = 120.0
 def starting(training: Training) -> None:
     """Watchers answer, ranks are being started; none has said a word yet.
 
-    Before the first watcher answers (0.3 s) nobody can stand in for a lost supervisor: see ARCHITECTURE.md.
+    Before the first watcher answers (0.3 s) nobody can stand in for a lost supervisor: see docs/limitations.md.
     """
     training.until(lambda: any(record.phase is Phase.TRAINING for record in training.records()), "the launch")
 
@@ -36,20 +36,20 @@ def saving(training: Training) -> None:
     training.wait_step(8)
     checkpoints = training.run_dir / "checkpoints"
     before = {path.name for path in checkpoints.glob(".tmp-step*")}  # of one that was interrupted
-    _quickly(lambda: any(path.name not in before for path in checkpoints.glob(".tmp-step*")))
+    quickly(lambda: any(path.name not in before for path in checkpoints.glob(".tmp-step*")))
 
 
 def requeueing(training: Training) -> None:
     """The job was preempted, its last checkpoint is committed, and it is about to be requeued."""
     training.wait_step(13)
     training.lab.preempt(training.job_id)
-    _quickly(lambda: training.records()[-1].phase in (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE))
+    quickly(lambda: training.records()[-1].phase in (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE))
 
 
 MOMENTS = {"starting": starting, "training": in_training, "saving": saving, "requeueing": requeueing}
 
 
-def _quickly(condition: Callable[[], bool]) -> None:
+def quickly(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + MOMENT_S
     while not condition():
         assert time.monotonic() < limit, "the moment never came"

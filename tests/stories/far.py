@@ -1,7 +1,7 @@
 """The reference training, which stands far from the end of a step: `python far.py PLACE STEP [options of it]`.
 
-It stands there in the first attempt, until it is killed.  Copied to where the job's user can read it; imports nothing
-of the tests.
+It stands there in the first attempt, until it is killed; at `resumed` in the second one too, before its first step.
+Copied to where the job's user can read it; imports nothing of the tests.
 """
 
 import os
@@ -36,18 +36,36 @@ def load(training: train_lm.Training) -> None:
 
 
 def compile_(_: train_lm.Training) -> None:
-    """Work in Python without a pause."""
+    """Compile one module after the other, as a first step does: no line of Python ends for long."""
+    for width in range(8, 1 << 20):
+        layers = [layer for _ in range(40) for layer in (torch.nn.Linear(width, width), torch.nn.Tanh())]
+        torch.compile(torch.nn.Sequential(*layers), backend="aot_eager")(torch.ones(1, width)).sum().backward()
+        torch.compiler.reset()
+
+
+def reduce(_: train_lm.Training) -> None:
+    """Be in a collective, which takes seconds."""
+    values = torch.zeros(64 * 1024 * 1024)
     while True:
-        sum(number * number for number in range(100_000))
+        dist.all_reduce(values)
 
 
-PLACES = {"evaluation": evaluate, "loader": load, "compilation": compile_, "warm-up": compile_}
+PLACES = {
+    "evaluation": evaluate,
+    "loader": load,
+    "compilation": compile_,
+    "collective": reduce,
+    "warm-up": compile_,
+    "resumed": load,
+}
+attempt = os.environ["STEPKEEPER_ATTEMPT"]
+stands = attempt in ("0", "1") if place == "resumed" else attempt == "0"
 
 
 def far_step(training: train_lm.Training, done: int) -> tuple[float, float]:
     """Stand somewhere before the step that is not to be done, or train it."""
-    if done == step and os.environ["STEPKEEPER_ATTEMPT"] == "0":
-        Path(__file__).with_name(f"stands-{training.place.rank}").touch()
+    if done == step and stands:
+        Path(__file__).with_name(f"stands-{attempt}-{training.place.rank}").touch()
         PLACES[place](training)
     return train_step(training, done)
 

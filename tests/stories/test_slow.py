@@ -22,7 +22,7 @@ REPLACE = ("--set", "policy.slow_node=replace")
 SPIKES = ("--set", "policy.loss_spike=rollback")
 UNHURRIED = Path(__file__).with_name("unhurried.py")
 SHARE = 0.03  # of a processor, for a rank that needs some tens of milliseconds of it for a step
-TOLD_S = 420.0  # a node is slow for two minutes before it counts as such
+WITHIN_S = 420.0  # a node is slow for two minutes before it counts as such
 
 
 def slow_down(training: Training, node: str) -> None:
@@ -44,10 +44,12 @@ def test_a_jump_is_led_back_from_and_a_slow_launch_and_the_data_loader_that_is_w
     )  # fmt: skip
     training.until(training.launches, "the first launch")
     slow = next(node for node in training.launches()[0] if node != lab.job(training.job_id).batch_host)
-    training.until(lambda: len(training.launches()) > 1, "the launch after the jump", timeout_s=TOLD_S)
+    training.until(lambda: len(training.launches()) > 1, "the launch after the jump", timeout_s=WITHIN_S)
     slow_down(training, slow)
     for kind in (do.ReportSlowLaunch, do.ReportSlowNode):
-        training.until(lambda kind=kind: told(training, kind), f"{kind.__name__} of the slow launch", timeout_s=TOLD_S)
+        training.until(
+            lambda kind=kind: told(training, kind), f"{kind.__name__} of the slow launch", timeout_s=WITHIN_S
+        )
     committed = len(training.events(on.CheckpointCommitted))
     training.wait_event(on.CheckpointCommitted, count=committed + 1)  # now a spare would take the place
     lab.cancel(training.job_id, user=training.user)
@@ -91,11 +93,11 @@ def test_a_node_that_is_really_slow_is_replaced_by_a_spare_and_no_loss_shows_it(
     training.until(lambda: told_pid.exists() and told_pid.read_text(), "the rank's pid")
     first = training.launches()[0]
     with throttled(int(told_pid.read_text()), SHARE):
-        training.until(lambda: told(training, do.ReportSlowNode), "the word on the slow node", timeout_s=TOLD_S)
+        training.until(lambda: told(training, do.ReportSlowNode), "the word on the slow node", timeout_s=WITHIN_S)
         (place / "hurry").touch()
         (place / "hurry").chmod(0o644)
-        training.until(lambda: len(training.launches()) > 1, "the launch with the spare", timeout_s=TOLD_S)
-    training.wait_end(TOLD_S)
+        training.until(lambda: len(training.launches()) > 1, "the launch with the spare", timeout_s=WITHIN_S)
+    training.wait_end(WITHIN_S)
 
     (named,) = told(training, do.ReportSlowNode)
     assert (named.node, named.rank, named.loading) == (first[1], 1, False), training.story()

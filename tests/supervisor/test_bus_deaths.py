@@ -26,7 +26,7 @@ def play(death: str, *, size: int) -> list[on.Event]:
         inbox=inbox,
         attempt=0,
         note=lambda *_: None,
-        on_share=lambda _share: None,
+        on_shard=lambda _share: None,
         size=size,
     )
     events = [inbox.get(ANSWER_S), inbox.get(ANSWER_S)]

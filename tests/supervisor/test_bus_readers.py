@@ -19,7 +19,7 @@ def started(*said: bytes) -> tuple[Bus, Inbox]:
     text = b"".join(said).decode().replace("'", "")
     inbox = Inbox(Clock())
     argv = ["sh", "-c", f"printf %s '{text}'; cat >/dev/null"]
-    bus = Bus(1, argv, {}, inbox=inbox, attempt=0, note=lambda *_: None, on_share=lambda _share: None)
+    bus = Bus(1, argv, {}, inbox=inbox, attempt=0, note=lambda *_: None, on_shard=lambda _share: None)
     return bus, inbox
 
 
@@ -50,7 +50,7 @@ def test_a_node_that_takes_no_part_is_looked_at_and_only_the_newest_answer_count
         inbox=inbox,
         attempt=0,
         note=lambda *_: None,
-        on_share=lambda _share: None,
+        on_shard=lambda _share: None,
     )
 
     for _ in range(2):
@@ -72,9 +72,9 @@ def test_an_older_watcher_skips_what_it_does_not_know():
 @pytest.mark.parametrize("message", [
     lines.Read(node="n" * 64, number=2**31, directory="step_" + "9" * 40, index=10**6, of=10**6, mib_per_s=1e6,
                from_disk=True),
-    lines.ShareRead(node="n" * 64, number=2**31, index=10**6, of=10**6, bytes_read=2**60, done=True,
+    lines.ShardRead(node="n" * 64, number=2**31, index=10**6, of=10**6, bytes_read=2**60, done=True,
                     problem=shorten("x" * 999), problems=10**6, manifest="f" * 32, seen="f" * 32, began_at=1e10 / 3),
 ])  # fmt: skip
-def test_the_longest_words_fit_into_a_line(message: lines.Read | lines.ShareRead):
+def test_the_longest_words_fit_into_a_line(message: lines.Read | lines.ShardRead):
     assert len(lines.encode(message)) <= lines.LINE_BYTES_MAX
     assert msgspec.json.decode(lines.encode(message))

@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.supervisor.sources.bus import _EVENTS as RANK_EVENTS
-from stepkeeper.supervisor.sources.bus import LEFT_OUT, SLOWEST_TOLD, Paces
+from stepkeeper.supervisor.sources.bus import LEFT_OUT, SLOWEST_REPORTED, Paces
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.ranks import EVERY_S, WORDS_MAX, NodePace
 from stepkeeper_trainer.formats.messages import Progress
@@ -80,15 +80,15 @@ def word(node: str, own: float, *, step: int = 5, rank: int | None = None, loads
 
 def test_a_round_names_the_slowest_ranks_and_what_loading_usually_takes() -> None:
     paces = Paces()
-    for number in range(SLOWEST_TOLD + 2):
+    for number in range(SLOWEST_REPORTED + 2):
         paces.receive(word(f"n{number}", 0.5 + number, rank=number, loads=0.1 * number), 1, 10.0)
 
     event = paces.receive(word("n0", 0.5), 1, 25.0)
 
     assert event is not None
     assert event.loading == 0.2
-    assert event.slowest[0] == (f"n{SLOWEST_TOLD + 1}", SLOWEST_TOLD + 1, 0.5)
-    assert len(event.slowest) == SLOWEST_TOLD
+    assert event.slowest[0] == (f"n{SLOWEST_REPORTED + 1}", SLOWEST_REPORTED + 1, 0.5)
+    assert len(event.slowest) == SLOWEST_REPORTED
 
 
 def test_a_round_is_over_when_a_node_speaks_again() -> None:

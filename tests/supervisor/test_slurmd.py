@@ -178,7 +178,7 @@ def test_the_bus_looks_at_the_node_of_a_late_watcher(
         inbox=inbox,
         attempt=0,
         note=lambda node, text: notes.append((node, text)),
-        on_share=lambda _share: None,
+        on_shard=lambda _share: None,
         size=2,
     )
     try:

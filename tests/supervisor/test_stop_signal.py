@@ -74,7 +74,7 @@ class Launch:
             time.sleep(0.01)
 
     def send(self, name: str, *heard: int) -> list[Process]:
-        return stop_signal.send_stop_signal(self.run_id, NODE, name, attempt_max=0, heard=heard)
+        return stop_signal.send_stop_signal(self.run_id, NODE, name, attempt_max=0, with_library=heard)
 
     def pids(self) -> list[int]:
         return sorted(stop_signal.look(self.run_id, NODE, attempt_max=0, number=15))
@@ -172,8 +172,8 @@ def test_nothing_of_another_run_gets_it(launch: Launch) -> None:
     launch.start(*launch.handler("rank"))
     launch.wait_ready("rank")
 
-    assert stop_signal.send_stop_signal("another", NODE, "TERM", attempt_max=0, heard=()) == []
-    assert stop_signal.send_stop_signal(launch.run_id, "n2", "TERM", attempt_max=0, heard=()) == []
+    assert stop_signal.send_stop_signal("another", NODE, "TERM", attempt_max=0, with_library=()) == []
+    assert stop_signal.send_stop_signal(launch.run_id, "n2", "TERM", attempt_max=0, with_library=()) == []
     assert launch.handled() == []
 
 

@@ -189,6 +189,9 @@ def fingerprint(made: Scene, *, whole: bool = False) -> str:
     state = {name: part for name, part in made.state.items() if name not in made.counts_anew}
     for value in leaves(state, whole=True) if whole else leaves([state, made.more(), torch.get_rng_state()]):
         digest.update(value)
+    for part in made.state.values():
+        if isinstance(part, torch.nn.Module):
+            digest.update(repr([each.requires_grad for each in part.parameters()]).encode())
     return digest.hexdigest()
 
 
@@ -214,7 +217,6 @@ def leaves(value: Any, *, whole: bool = False) -> Iterator[bytes]:  # noqa: C901
         yield value.detach().resolve_conj().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, torch.nn.Module):
         yield from leaves({**dict(value.named_parameters()), **dict(value.named_buffers())}, whole=whole)
-        yield repr([each.requires_grad for each in value.parameters()]).encode()
         yield from leaves(getattr(value, "extra", None))
     elif isinstance(value, ZeroRedundancyOptimizer):
         yield from leaves(value.optim, whole=whole)

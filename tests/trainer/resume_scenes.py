@@ -25,7 +25,7 @@ def slow_rank(rank: int, directory: Path) -> int:
     """Verify and load the newest step together, one rank far more slowly than a save may take."""
     groups.new_group = _strict(groups.new_group)  # type: ignore[assignment]
     if rank == 1:
-        resuming.verify_share = _late(resuming.verify_share)
+        resuming.verify_shard = _late(resuming.verify_shard)
         reader.fill = _late(reader.fill)
     print(f"rank {rank}: wrong: {wrong(*_resume(directory, save_within_s=SAVE_WITHIN_S))}", flush=True)
     return 0

@@ -19,7 +19,7 @@ from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.verify import ShardReader
 from stepkeeper_trainer.formats.manifest import FileEntry, read_manifest, seal
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import join_shares, verify, verify_share
+from stepkeeper_trainer.formats.verify import join_shards, verify, verify_shard
 from stepkeeper_trainer.tiers import DirectoryTier, copy_step
 from tests.trainer.ranks import ROOT, Ranks
 from tests.trainer.steps_by_dcp import entry
@@ -191,8 +191,8 @@ def by_watchers(step: Path, _tmp_path: Path) -> None:
     reader = ShardReader(step.parent, "node", said.append)
     for index in range(2):
         reader.read(bus.Read(node="node", number=1, directory=step.name, index=index, of=2))
-    wait_until(lambda: sum(isinstance(word, bus.ShareRead) and word.done for word in said) == 2)
-    joined = join_shares(step, [verify_share(step, index, 2) for index in range(2)])
+    wait_until(lambda: sum(isinstance(word, bus.ShardRead) and word.done for word in said) == 2)
+    joined = join_shards(step, [verify_shard(step, index, 2) for index in range(2)])
     assert any(".metadata" in problem for problem in joined.problems)
 
 

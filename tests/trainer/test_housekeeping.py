@@ -11,7 +11,7 @@ import pytest
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import cache
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import join_shares, verify_share
+from stepkeeper_trainer.formats.verify import join_shards, verify_shard
 from stepkeeper_trainer.save.commit import Commits, CommittedStep
 from stepkeeper_trainer.store import retention
 from stepkeeper_trainer.store.housekeeping import BEHIND_STEPS, Retention
@@ -66,8 +66,8 @@ def test_what_the_watchers_have_found_right_is_not_read_again(tmp_path: Path, mo
     for number in (1, 2, 3):
         directory = make_step(tmp_path, number)
         if number != 2:
-            shares = [verify_share(directory, share, 2) for share in range(2)]
-            assert join_shares(directory, shares, cache=cache.Cache(tmp_path, knows=False)).ok
+            shares = [verify_shard(directory, share, 2) for share in range(2)]
+            assert join_shards(directory, shares, cache=cache.Cache(tmp_path, knows=False)).ok
     sizes: list[int] = []
 
     outcome = prune(tmp_path, Policy(keep_last=1), reading=Reading(threads=1, on_read=sizes.append))

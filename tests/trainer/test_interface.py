@@ -325,7 +325,7 @@ def test_ranks_in_different_methods_all_get_one_error_at_once(
 
 
 def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> None:
-    ended = stage.play(f"{SCENES}:late", tmp_path / "run", ranks=3, group_s=8.0, who=1, seconds=30.0)
+    ended = stage.play(f"{SCENES}:late", tmp_path / "run", ranks=3, group_s=8.0, who=1, seconds=12.0)
 
     assert ended.codes == [1, 0, 1], ended.said
     for rank in (0, 2):

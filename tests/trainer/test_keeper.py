@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
-from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import (
     DamagedError,
@@ -427,7 +427,7 @@ class _Others:
     def __init__(self, *, busy: bool, sequence: int) -> None:
         self.busy, self.sequence = busy, sequence
 
-    def read(self, own: Wish) -> Wish:
+    def read(self, own: Proposal) -> Proposal:
         return replace(own, busy=own.busy or self.busy, sequence=max(own.sequence, self.sequence))
 
     def settle(self, _call: Call, values: list[int], *, within_s: float) -> list[int]:
@@ -436,7 +436,7 @@ class _Others:
             return values
         return [max(pair) for pair in zip(values, [int(self.busy), self.sequence, 0, 0, 0, 0], strict=True)]
 
-    def issue(self, own: Wish) -> None: ...
+    def issue(self, own: Proposal) -> None: ...
 
     raise_together = Agreement.raise_together
 

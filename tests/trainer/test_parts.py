@@ -25,7 +25,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepkeeper_trainer.coordinate.agreement import Agreement, Want, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Proposal, Want
 from stepkeeper_trainer.coordinate.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
 from stepkeeper_trainer.errors import DamagedError, ResumeError, SaveError, StateError, SupersededError, UsageError
@@ -466,11 +466,11 @@ def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:
     busy=st.booleans(),
 )
 def test_a_wish_survives_packing(want: Want, deadline_at: float | None, request_id: int, busy: bool) -> None:
-    wish = Wish(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3, sequence=4)
+    proposal = Proposal(want=want, deadline_at=deadline_at, request_id=request_id, busy=busy, failed_save=3, sequence=4)
 
-    back = Wish.unpack(wish.pack())
+    back = Proposal.unpack(proposal.pack())
 
-    assert replace(back, deadline_at=deadline_at) == wish
+    assert replace(back, deadline_at=deadline_at) == proposal
     if deadline_at is None:
         assert back.deadline_at is None
     else:
@@ -478,9 +478,9 @@ def test_a_wish_survives_packing(want: Want, deadline_at: float | None, request_
 
 
 def test_the_earliest_deadline_wins() -> None:
-    packed = [Wish(deadline_at=when).pack() for when in (30.0, None, 20.0)]
+    packed = [Proposal(deadline_at=when).pack() for when in (30.0, None, 20.0)]
 
-    reduced = Wish.unpack([max(column) for column in zip(*packed, strict=True)])
+    reduced = Proposal.unpack([max(column) for column in zip(*packed, strict=True)])
 
     assert reduced.deadline_at == 20.0
 
@@ -497,7 +497,7 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
         def ask(request_id: int) -> None:
             sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
             requests.hear()
-            requests.agree(Agreement(None, within_s=1.0).read(requests.wish(Wish())))
+            requests.agree(Agreement(None, within_s=1.0).read(requests.propose(Proposal())))
 
         ask(4)
         assert requests.save_agreed
@@ -521,7 +521,7 @@ def _step(link: Link, requests: Requests) -> bool:
     """Do what a rank does at a boundary; true if it wants to stop."""
     link.send(messages.Progress(rank=0, step=1, tokens=1))
     requests.hear()
-    return requests.wish(Wish()).want is Want.STOP
+    return requests.propose(Proposal()).want is Want.STOP
 
 
 @pytest.mark.usefixtures("one_process")

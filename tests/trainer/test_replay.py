@@ -28,7 +28,7 @@ def told(
         link = Link(f"@{name}", "0.1")
         replay = Replay(dict(RECORDED if recorded is None else recorded), link, deterministic=deterministic, changed="")
         for step, loss in losses.items():
-            replay.heard(step, loss)
+            replay.observe(step, loss)
         found = []
         while True:
             try:

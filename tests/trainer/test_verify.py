@@ -1,4 +1,4 @@
-"""Reading step directories: on threads, past the page cache, in shares, and not again when nothing has changed."""
+"""Reading step directories: on threads, past the page cache, in shards, and not again when nothing has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, read_manifest, seal
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import ShareVerdict, Verdict, join_shares, verify, verify_share
+from stepkeeper_trainer.formats.verify import ShardVerdict, Verdict, join_shards, verify, verify_shard
 from tests import dcp_files
 from tests.trainer.memory import peak_growth
 
@@ -418,13 +418,13 @@ def test_a_plan_that_was_checked_is_not_parsed_again(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("of", [1, 2, 3, 7, 64])
 def test_shares_are_even_and_together_each_byte_is_read_once(tmp_path: Path, of: int) -> None:
     step = make_big(tmp_path, files=8, chunks=8)
-    shares = [verify_share(step, index, of) for index in range(of)]
+    shards = [verify_shard(step, index, of) for index in range(of)]
 
-    verdict = join_shares(step, shares)
+    verdict = join_shards(step, shards)
 
     assert verdict.problems == ()
     assert verdict.bytes_read == total(step)
-    largest = max(share.bytes_read for share in shares)
+    largest = max(shard.bytes_read for shard in shards)
     assert largest <= total(step) / of + 2 * CHUNK
 
 
@@ -432,31 +432,31 @@ def test_a_wrong_byte_is_found_by_exactly_one_share(tmp_path: Path) -> None:
     step = make_big(tmp_path)
     flip(step / "__3_0.distcp", 3 * CHUNK)
 
-    shares = [verify_share(step, index, 4) for index in range(4)]
+    shards = [verify_shard(step, index, 4) for index in range(4)]
 
-    assert sum(bool(share.problems) for share in shares) == 1
-    [problem] = join_shares(step, shares).problems
+    assert sum(bool(shard.problems) for shard in shards) == 1
+    [problem] = join_shards(step, shards).problems
     assert "__3_0.distcp: bytes of chunk 3" in problem
 
 
 @pytest.mark.usefixtures("settled")
-def test_joined_shares_are_remembered_and_missing_or_foreign_ones_are_not(tmp_path: Path) -> None:
+def test_joined_shards_are_remembered_and_missing_or_foreign_ones_are_not(tmp_path: Path) -> None:
     step, cache = make_big(tmp_path), Cache(tmp_path)
-    shares = [verify_share(step, index, 3) for index in range(3)]
+    shards = [verify_shard(step, index, 3) for index in range(3)]
 
-    assert "a share is missing" in join_shares(step, shares[:2], cache=cache).problems[0]
-    assert "a share is missing" in join_shares(step, [*shares[:2], shares[1]], cache=cache).problems[0]
-    foreign = [*shares[:2], ShareVerdict(2, 3, (), 10**6, "x", "x", 0.0)]
-    assert "the same manifest" in join_shares(step, foreign, cache=cache).problems[0]
+    assert "a shard is missing" in join_shards(step, shards[:2], cache=cache).problems[0]
+    assert "a shard is missing" in join_shards(step, [*shards[:2], shards[1]], cache=cache).problems[0]
+    foreign = [*shards[:2], ShardVerdict(2, 3, (), 10**6, "x", "x", 0.0)]
+    assert "the same manifest" in join_shards(step, foreign, cache=cache).problems[0]
     assert verify(step, cache=cache).bytes_read == total(step)
     (tmp_path / CACHE_NAME / os.listdir(tmp_path / CACHE_NAME)[0]).unlink()
 
-    assert join_shares(step, shares, cache=cache).ok
+    assert join_shards(step, shards, cache=cache).ok
     assert verify(step, cache=cache).bytes_read == 0
 
     flip(step / "__0_0.distcp", 1)
     (tmp_path / CACHE_NAME / os.listdir(tmp_path / CACHE_NAME)[0]).unlink()
-    join_shares(step, shares, cache=cache)
+    join_shards(step, shards, cache=cache)
     assert not verify(step, cache=cache).ok, "files that are not those that were read are not remembered"
 
 

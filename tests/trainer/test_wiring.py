@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stepkeeper_trainer.coordinate.agreement import Want, Wish
+from stepkeeper_trainer.coordinate.agreement import Proposal, Want
 from stepkeeper_trainer.coordinate.cadence import parse_rule
 from stepkeeper_trainer.coordinate.requests import Periodic, Toll
 from stepkeeper_trainer.errors import NoRoomError, SaveError, UsageError
@@ -113,7 +113,9 @@ def test_ranks_do_by_themselves_what_the_script_has_said_once(tmp_path: Path, sm
 
 def test_a_rank_that_has_the_storage_against_it_holds_all_and_none_for_ever() -> None:
     """The agreement carries it: periodic saves wait on all ranks while one holds."""
-    reduced = Wish.unpack([max(pair) for pair in zip(Wish(held=True).pack(), Wish(committed=4).pack(), strict=True)])
+    reduced = Proposal.unpack(
+        [max(pair) for pair in zip(Proposal(held=True).pack(), Proposal(committed=4).pack(), strict=True)]
+    )
     assert (reduced.held, reduced.committed) == (True, 4)
     backoff = Backoff(first_s=10.0, longest_s=60.0)
     assert [backoff.failed(0.0) for _ in range(5)] == [10.0, 20.0, 40.0, 60.0, 60.0]
@@ -160,7 +162,7 @@ def _play_auto(seen: tuple[float, float] | None, *, slowed_s: float) -> list[flo
         periodic.step(step, epoch_end=False)
         if began and 20 <= clock.now - began[-1] < 40:
             periodic.note_commit(committed(len(began), blocked_s=0.5, persist_s=20.0))
-        periodic.hear(Wish(want=Want.DUE if periodic.asks(step) else Want.NOTHING))
+        periodic.hear(Proposal(want=Want.DUE if periodic.asks(step) else Want.NOTHING))
         if periodic.due:
             periodic.begun(step)
             began.append(clock.now)
@@ -214,15 +216,15 @@ def test_ranks_other_than_the_first_have_no_clock() -> None:
     clock.now += 100
     periodic.step(1, epoch_end=False)
     assert not periodic.asks(1)
-    periodic.hear(Wish(want=Want.SAVE))
+    periodic.hear(Proposal(want=Want.SAVE))
     assert not periodic.due, "a request is no word of the clock"
-    periodic.hear(Wish(want=Want.DUE))
+    periodic.hear(Proposal(want=Want.DUE))
     assert periodic.due
     periodic.begun(1)
-    periodic.hear(Wish(want=Want.DUE))
+    periodic.hear(Proposal(want=Want.DUE))
     assert not periodic.due, "what was said before the save began is served by it"
     periodic.spoken(saving=True)
-    periodic.hear(Wish(want=Want.DUE))
+    periodic.hear(Proposal(want=Want.DUE))
     assert periodic.due
 
 

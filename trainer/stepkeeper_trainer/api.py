@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepkeeper_trainer.coordinate import ending, groups
-from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
 from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
@@ -102,7 +102,7 @@ class CheckpointManager:
             tiers: where steps are kept besides the run directory (docs/tiers.md); the variables that `stepkeeper run`
                 sets count instead, where they name any.
             load_memory_gib: what all ranks of a node together may take to load a step, beyond the state itself; 1 GiB
-                a rank if it is not given.  `STEPKEEPER_LOAD_MEMORY_GIB` counts instead, where it is set.
+                a rank if it is not given.
             overlap_copies: copy from a GPU beside training, which then waits less.  Only an optimizer's step waits for
                 the copies: call `wait_staged` before the state changes in another way.
             attach_signals: take SIGTERM and SIGUSR1 as notices; a handler of the script's own is still called.  If it
@@ -142,9 +142,7 @@ class CheckpointManager:
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back, self._overlap_copies = read_back, overlap_copies
-        self._load_limits = resuming.choose_limits(
-            self._environment.load_memory_gib, load_memory_gib, ranks=self._nodes.count(self._environment.node)
-        )
+        self._load_limits = resuming.choose_limits(load_memory_gib, ranks=self._nodes.count(self._environment.node))
         self._commits = run_lock.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         collectives.listen(self._environment, self.run_dir, self.rank)
@@ -243,7 +241,7 @@ class CheckpointManager:
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
-        self._agreement.issue(self._wish())
+        self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
 
@@ -304,7 +302,7 @@ class CheckpointManager:
                 saver.prepare(tensors)
         self._boundary.save_as_agreed(agreed)
         self._boundary.spoken()
-        self._agreement.issue(self._wish())
+        self._agreement.issue(self._proposal())
         self._leave_step()
         self._end_change()
         return self.finished
@@ -489,18 +487,18 @@ class CheckpointManager:
         if self._between is not None:
             self._between.end_change()
 
-    def _listen(self) -> Wish:
+    def _listen(self) -> Proposal:
         self._link.flush()
         self._requests.hear()
-        agreed = self._agreement.read(self._wish())
+        agreed = self._agreement.read(self._proposal())
         self._requests.agree(agreed)
         self._ready().hear(agreed)
         self._periodic.hear(agreed)
         self._periodic.note_commit(self._ready().newest)
         return agreed
 
-    def _wish(self) -> Wish:
-        return self._requests.wish(self._ready().wish(held=self._guard.held), due=self._periodic.asks(self.step))
+    def _proposal(self) -> Proposal:
+        return self._requests.propose(self._ready().propose(held=self._guard.held), due=self._periodic.asks(self.step))
 
     def _ready(self) -> Saver:
         if self._ended:

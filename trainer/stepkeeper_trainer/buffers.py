@@ -1,11 +1,10 @@
-"""The bytes of tensors in the host's memory, and NumPy's arrays as tensors and back: without torch's bridge to NumPy.
+"""The bytes of tensors in the host's memory, NumPy's arrays and numbers, and CRC-32: without torch's bridge to NumPy.
 
 That bridge (`tensor.numpy()`, `torch.from_numpy`) fails where NumPy is missing, or is of a version that this torch was
 not built for.  A training script may need no NumPy; neither does the library.
 
-CRC-32 of tensors' bytes, as zip archives have it: by ISA-L where that is installed, else by zlib.
-
-`pip install isal` makes it five to eight times faster, and it is most of what a save computes.
+CRC-32 is what zip archives have, by ISA-L where that is installed (`pip install isal`, five to eight times faster),
+else by zlib.  It is most of what a save computes.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def job(
         run_id=directory.run_id,
         attempt=attempt,
         socket=socket,
-        told={
+        variables={
             **rank_settings.tier_variables(settings),
             **rank_settings.rank_variables(settings),
             **rank_settings.attach_variables(settings),

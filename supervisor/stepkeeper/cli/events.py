@@ -18,7 +18,7 @@ from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line
 
 DETAIL_CHARACTERS_MAX = 400
-_TOLD_ELSEWHERE = ("event", "at", "launch", "attempt", "job_id", "restart_count")
+_SHOWN_ELSEWHERE = ("event", "at", "launch", "attempt", "job_id", "restart_count")
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,7 +74,7 @@ def _show(line: Line) -> None:
     event = msgspec.to_builtins(record.event)
     launch = f"{record.attempt}.{record.launch}"
     details = [
-        f"{key}={_word(value)}" for key, value in event.items() if key not in _TOLD_ELSEWHERE and value is not None
+        f"{key}={_word(value)}" for key, value in event.items() if key not in _SHOWN_ELSEWHERE and value is not None
     ]
     said = printing.clean(" ".join(details))
     if len(said) > DETAIL_CHARACTERS_MAX:

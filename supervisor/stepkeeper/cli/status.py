@@ -377,10 +377,10 @@ def _done(status: Status, seen: dict[str, Any], now: float) -> list[tuple[str, s
 
 def _age(status: Status, seen: dict[str, Any]) -> str:
     """Say how old the newest event is, and when the supervisor was heard of last."""
-    told = f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"
+    newest = f"{duration(seen['updated_ago_s'])} ago ({instant(status.updated_at)})"
     if seen["done"] or status.alive_at is None or heard_at(status) == status.updated_at:
-        return told
-    return f"{told}; the supervisor wrote {duration(seen['heard_ago_s'])} ago"
+        return newest
+    return f"{newest}; the supervisor wrote {duration(seen['heard_ago_s'])} ago"
 
 
 def _is_earlier_job(asked_for: str, status: Status, waiting: Waiting | None) -> bool:

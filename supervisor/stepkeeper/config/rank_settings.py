@@ -14,7 +14,8 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.tiers.tier import TierError, Tiers
 
-_KEYS = ("checkpoint_every", "retention", "load_memory_gib")
+PORT_MAX = 65535
+_KEYS = ("checkpoint_every", "retention")
 
 
 def rank_variables(settings: RunSettings) -> dict[str, str]:
@@ -104,6 +105,21 @@ def check_slurm_client(text: str) -> None:
     name, colon, python = text.partition(":")
     if name not in {"commands", "pyslurm"} or (colon and (name == "commands" or not python)):
         raise ValueError("write commands, pyslurm, or pyslurm: and the interpreter that has it")
+
+
+def parse_metrics_port(text: str) -> tuple[str, int]:
+    """Return the address and the port of `metrics_port`.
+
+    >>> parse_metrics_port("9400"), parse_metrics_port("0.0.0.0:0")
+    (('127.0.0.1', 9400), ('0.0.0.0', 0))
+
+    Raises:
+        ValueError: it names none.
+    """
+    address, _, port = text.strip().rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= PORT_MAX):
+        raise ValueError(f"write PORT or ADDRESS:PORT, with a port from 0 to {PORT_MAX}")
+    return address or "127.0.0.1", int(port)
 
 
 def check_local_tier(text: str) -> None:

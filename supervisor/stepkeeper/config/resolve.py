@@ -28,7 +28,7 @@ from stepkeeper_trainer.formats.plain import read_plain
 # The `STEPKEEPER_*` variables: settings, what ranks get, and nothing else.
 
 # What Stepkeeper passes to ranks and watchers: a run that is started inside another one inherits it.
-TOLD = frozenset(
+PASSED_ON = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
@@ -52,7 +52,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Entry]:
     by_variable = {setting.variable: setting for setting in SETTINGS.values() if setting.variable}
     entries = {}
     for name, text in sorted(environment.items()):
-        if not name.startswith(VARIABLE_PREFIX) or name in TOLD or name in MODULES or name.startswith(KEPT):
+        if not name.startswith(VARIABLE_PREFIX) or name in PASSED_ON or name in MODULES or name.startswith(KEPT):
             continue
         refuse_removed(removed.get(name, ""), name)
         if name not in by_variable:
@@ -95,7 +95,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[ConfigFile, ...]  # that were looked for
     generic: Patterns | None = None  # `[framework.generic]`
 
-    def told(self, key: str) -> str:
+    def described(self, key: str) -> str:
         """Return how a value was set, for an error."""
         found = self.values[key]
         if found.origin is Origin.FLAG and found.where != "--set":
@@ -181,7 +181,7 @@ def _refuse_misfits(values: dict[str, Resolved]) -> None:
 
 # The options of `stepkeeper run` that are settings.
 
-_REMOVED = {"max_nodes": "--max-nodes"}  # options of 0.1: refused with what replaces them
+_REMOVED = {"max_nodes": "--max-nodes", "load_memory_gib": "--load-memory-gib"}  # options of 0.1
 _DEST = "setting "  # and the key: no option of another kind can have such a name
 
 

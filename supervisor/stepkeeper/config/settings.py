@@ -43,6 +43,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()  # of a text: no other one
+    takes_number: bool = False  # a text that a file may give as a whole number
     has_flag: bool = True
     has_variable: bool = True
     in_run_directory: bool = True  # may stand in the run directory's own file
@@ -104,10 +105,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which steps are kept, instead of what the script says: `all`, or some of `newest 3`, `every 1000 steps`,
     `every 10 percent`, `epoch ends`, `best loss 2`, with commas between (docs/retention.md)."""
 
-    load_memory_gib: Annotated[float | None, About(unit="GiB", metavar="GIB", least=0.001, most=1e6)] = None
-    """What all ranks of a node together may take to load a step, beyond the state itself, instead of what the script
-    says; where neither says it, 1 GiB a rank."""
-
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
     """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
     run directory beside training (docs/tiers.md)."""
@@ -154,11 +151,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector
     (docs/metrics.md)."""
 
-    metrics_port: Annotated[int | None, About(metavar="PORT", least=0, most=65535)] = None
-    """Serve the metrics over HTTP, at /metrics; 0: any free port, which the log names."""
-
-    metrics_address: Annotated[str, About(metavar="ADDRESS", has_flag=False)] = "127.0.0.1"
-    """The address of `metrics_port`: by default only this node can reach it."""
+    metrics_port: Annotated[str | None, About(metavar="[ADDRESS:]PORT", takes_number=True)] = None
+    """Serve the metrics over HTTP, at /metrics: on a port that only this node can reach, or on one of the named
+    address.  0: any free port, which the log names."""
 
     framework: Annotated[str, About(metavar="NAME")] = "auto"
     """The framework of the training script, where that does not use our own library: its checkpoints are verified,
@@ -197,7 +192,6 @@ _POLICY = {
     "grow_back": About(metavar="|".join(GROW_BACK), choices=GROW_BACK),
     "resubmit": About(metavar="auto|never", choices=("auto", "never")),
     "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
-    "excluded_max": About(unit="nodes", metavar="N", least=0, most=COUNT_MAX, has_flag=False),
 }
 
 

@@ -51,19 +51,19 @@ def of(config: Config, nodes: int, command: Sequence[str], ranks_per_node: int |
     available = nodes - settings.spares
     if available < 1:
         raise StepkeeperError(
-            f"{config.told('spares')}: the allocation has {nodes} nodes, and at least one must train",
+            f"{config.described('spares')}: the allocation has {nodes} nodes, and at least one must train",
             ExitCode.USAGE,
         )
     wanted = min(available, most)
     spare = nodes - wanted
     if settings.min_nodes > wanted:
         raise StepkeeperError(
-            f"{config.told('min_nodes')}: a launch has {wanted} nodes ({nodes} of the allocation, {spare} of them "
+            f"{config.described('min_nodes')}: a launch has {wanted} nodes ({nodes} of the allocation, {spare} of them "
             f"spares{f'; CMD: --nnodes up to {most}' if most < nodes else ''})",
             ExitCode.USAGE,
         )
     if fewest > wanted or 0 < settings.min_nodes < fewest:
-        said = config.told("min_nodes") if 0 < settings.min_nodes < fewest else f"a launch has {wanted} nodes"
+        said = config.described("min_nodes") if 0 < settings.min_nodes < fewest else f"a launch has {wanted} nodes"
         raise StepkeeperError(f"CMD wants at least {fewest} nodes (--nnodes): {said}", ExitCode.USAGE)
     shape = Shape(wanted=wanted, least=settings.min_nodes or fewest)
     return shape if ranks_per_node is None or not settings.micro_batches else _evenly(config, shape, ranks_per_node)
@@ -71,7 +71,7 @@ def of(config: Config, nodes: int, command: Sequence[str], ranks_per_node: int |
 
 def _require_none(config: Config) -> None:
     """Refuse settings that choose nodes beside a line that does so itself."""
-    said = [config.told(key) for key in _CHOOSE_NODES if config.values[key].value]
+    said = [config.described(key) for key in _CHOOSE_NODES if config.values[key].value]
     if said:
         raise StepkeeperError(
             f"{' and '.join(said)}: {', '.join(_CHOOSE_NODES)} choose the nodes of a launch, which an own srun line "
@@ -90,8 +90,8 @@ def _evenly(config: Config, shape: Shape, ranks_per_node: int) -> Shape:
     wanted = largest(counts, shape.least, shape.wanted) if counts else 0
     if not wanted:
         raise StepkeeperError(
-            f"{config.told('micro_batches')}: ranks of {shape.least or 1} to {shape.wanted} nodes, {ranks_per_node} on "
-            f"each, do not share {micro_batches} micro-batches evenly; "
+            f"{config.described('micro_batches')}: ranks of {shape.least or 1} to {shape.wanted} nodes, "
+            f"{ranks_per_node} on each, do not share {micro_batches} micro-batches evenly; "
             + (
                 f"these numbers of nodes would: {', '.join(map(str, fitting))}"
                 if fitting

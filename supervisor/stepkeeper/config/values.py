@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import msgspec
+
 from stepkeeper.cli.printing import clean
 from stepkeeper.config import rank_settings
 from stepkeeper.config.settings import SETTINGS, Setting, Value
@@ -25,16 +27,20 @@ _READERS = {
     "local_tier": rank_settings.check_local_tier,
     "cold_tier": rank_settings.check_cold_tier,
     "slurm_client": rank_settings.check_slurm_client,
+    "metrics_port": rank_settings.parse_metrics_port,
 }
 # Settings of 0.1 that are none any more, and what to do instead.
 REMOVED = {
     "max_nodes": "set `spares` to the number of nodes that take no part",
     "pyslurm_python": 'write slurm_client = "pyslurm:PYTHON"',
     "verify_shared_mib_min": "leave it out; nodes share a step of 1 GiB, or one that `verify_mib_per_s` makes slow",
+    "load_memory_gib": "give `CheckpointManager` the argument `load_memory_gib`",
+    "metrics_address": "set `metrics_port` to ADDRESS:PORT",
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
+    "policy.unfit_again_s": "set `policy.grow_idle_s`: a node that failed its check rests for so long, too",
 } | {
-    f"policy.{name}": f"leave it out; it is a constant since 0.2: {getattr(Limits(), name):g}"
-    for name in Limits.__struct_fields__
+    f"policy.{name}": f"leave it out; it is a constant since 0.2: {value if isinstance(value, str) else f'{value:g}'}"
+    for name, value in msgspec.structs.asdict(Limits()).items()
 }
 
 # Values of 0.1 that have another name, by setting.
@@ -75,11 +81,8 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     Raises:
         StepkeeperError: not of the setting's kind, or out of its range.
     """
-    if setting.kind is float and type(value) is int:
-        try:
-            value = float(value)
-        except OverflowError:
-            _refuse(setting, value, where)
+    if type(value) is int:
+        value = _from_whole(setting, value, where)
     if type(value) is not setting.kind:
         _refuse(setting, value, where)
     if isinstance(value, float) and not math.isfinite(value):
@@ -100,6 +103,16 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     _refuse_unreadable(setting, value, where)
     found: Value = value  # of `setting.kind`, as compared above
     return found
+
+
+def _from_whole(setting: Setting, value: int, where: str) -> int | float | str:
+    """Return a whole number as what the setting holds: a number, or a text that may be written as one."""
+    if setting.kind is float:
+        try:
+            return float(value)
+        except OverflowError:
+            _refuse(setting, value, where)
+    return str(value) if setting.about.takes_number else value
 
 
 def value_now(key: str, value: Any) -> Any:

@@ -90,7 +90,7 @@ QUICKER_TIMES = 0.25  # of the quickest one: beside training all are slower, yet
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that steps took."""
 
-    heard: int = 0  # words of steps in this launch
+    steps: int = msgspec.field(default=0, name="heard")  # reports of steps in this launch
     recent: tuple[float, ...] = ()  # of this launch, the newest last, without its first ones
     longest: float = 0.0  # of the same
     first: float | None = None  # the first step of this launch
@@ -108,8 +108,8 @@ def launched(pace: Pace) -> Pace:
 
 def step_taken(pace: Pace, seconds: float) -> Pace:
     """Take in a step."""
-    pace = replace(pace, heard=pace.heard + 1, first=pace.first if pace.first is not None else seconds)
-    if pace.heard <= WARM_UP_STEPS:
+    pace = replace(pace, steps=pace.steps + 1, first=pace.first if pace.first is not None else seconds)
+    if pace.steps <= WARM_UP_STEPS:
         return pace
     return replace(pace, recent=(*pace.recent, seconds)[-KEPT_MAX:], longest=max(pace.longest, seconds))
 
@@ -135,7 +135,7 @@ def silence_s(pace: Pace, policy: Policy, *, saving: bool) -> float:
         return policy.hang_most_s
     median, spread = median_mad(known.recent)
     allowed = max(policy.hang_steps * (median + 3 * spread), LONGEST_TIMES * known.longest)
-    if pace.heard == 0:  # loading, compiling, the first step
+    if pace.steps == 0:  # loading, compiling, the first step
         allowed += LONGEST_TIMES * (known.first or 0.0)
     if saving:
         allowed = allowed + LONGEST_TIMES * pace.save if pace.save else policy.hang_most_s

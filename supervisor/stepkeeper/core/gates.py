@@ -89,7 +89,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     """
     if not places(state):
         return close(state, at, Plan(next=Next.REQUEUE, why=(*why, room(state)), blame=Blame.NODE), policy)
-    charged = state.leaving.plan is None or state.leaving.plan.blame is Blame.TRAINING
+    counts = state.leaving.plan is None or state.leaving.plan.blame is Blame.TRAINING
     launch = state.launch
     unseen = (
         not launch.library_seen
@@ -100,9 +100,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     if unseen:  # unknown progress is not none: rows begin again, but the same failure stays counted (`recovery`)
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
         state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
-    judged = charged and (
-        launch.all_tasks_started or not state.identity.wrapped
-    )  # else it says nothing of the training
+    judged = counts and (launch.all_tasks_started or not state.identity.wrapped)  # else it says nothing of the training
     failure = Failure(step=launch.step, judge_by=at + policy.judge_within_s) if judged else None
     judge = (do.JudgeLaunch(launch=launch.number, found=launch.found),) if judged else ()
     released = release(state)
@@ -110,7 +108,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
     state = replace(
         state,
         phase=Phase.STARTING,
-        budgets=replace(state.budgets, failures=state.budgets.failures + charged, failure_counted=charged),
+        budgets=replace(state.budgets, failures=state.budgets.failures + counts, failure_counted=counts),
         failure=failure,
         launch=replace(launch, number=launch.number + 1, first_failure=why),
         leaving=replace(state.leaving, plan=None, fallback_plan=None),

@@ -27,11 +27,11 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run's losses."""
 
     recent: tuple[tuple[int, float], ...] = ()  # (step, logarithm of the loss), the newest last
-    heard: int = 0  # losses of this launch
+    count: int = msgspec.field(default=0, name="heard")  # losses of this launch
     resumed: bool = False
     wrong_words: int = 0  # in a row, up to now
     wrong_since: int | None = None  # the step of the first of them
-    told: bool = False  # of these
+    reported: bool = msgspec.field(default=False, name="told")  # these
 
 
 def carried(known: Sequence[tuple[int, float]]) -> Losses:
@@ -57,7 +57,7 @@ def observe(losses: Losses, step: int, loss: float | None, policy: Policy) -> tu
     """
     if loss is None:
         return losses, None
-    losses = replace(losses, heard=losses.heard + 1)
+    losses = replace(losses, count=losses.count + 1)
     wrong = _wrong(losses, step, loss, policy)
     if wrong is None:
         return _usual(losses, step, loss), None
@@ -65,13 +65,13 @@ def observe(losses: Losses, step: int, loss: float | None, policy: Policy) -> tu
     losses = replace(losses, wrong_words=losses.wrong_words + 1, wrong_since=since)
     if losses.wrong_words < policy.loss_words:
         return losses, None
-    if losses.told:  # a level that stays becomes the usual one
+    if losses.reported:  # a level that stays becomes the usual one
         return (losses if wrong.rule == NOT_FINITE else _kept(losses, step, loss)), None
-    return replace(losses, told=True), replace(wrong, step=since)
+    return replace(losses, reported=True), replace(wrong, step=since)
 
 
 def _usual(losses: Losses, step: int, loss: float) -> Losses:
-    losses = replace(losses, wrong_words=0, wrong_since=None, told=False)
+    losses = replace(losses, wrong_words=0, wrong_since=None, reported=False)
     return _kept(losses, step, loss) if loss > 0 else losses  # of others no logarithm: they are no likelihoods
 
 
@@ -90,5 +90,5 @@ def _wrong(losses: Losses, step: int, loss: float, policy: Policy) -> LossWrong 
     above = math.log(loss) - median
     if above <= max(policy.loss_sigmas * sigma, math.log(policy.loss_times)):
         return None
-    just_resumed = losses.resumed and losses.heard <= JUST_RESUMED + losses.wrong_words
+    just_resumed = losses.resumed and losses.count <= JUST_RESUMED + losses.wrong_words
     return LossWrong(rule=DISCONTINUITY if just_resumed else SPIKE, step=step, loss=loss, baseline=math.exp(median))

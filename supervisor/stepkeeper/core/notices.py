@@ -46,7 +46,7 @@ def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decisio
     """The batch process got a signal: ask Slurm what it means before deciding."""
     if event.signal in ("TERM", "INT") and state.leaving.term_at is None:
         state = replace(state, leaving=replace(state.leaving, term_at=event.at))
-    if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # whoever sent it does not wait for longer
+    if event.signal in ("TERM", "INT") and state.phase is Phase.REQUEUEING:  # the sender does not wait for longer
         end = _earlier(state.timers.get(Timer.REQUEUE_END), event.at + state.identity.kill_wait_s)
         state = state.beside(Timer.REQUEUE_END, end)
     state = replace(state, query=replace(state.query, signal=event.signal))

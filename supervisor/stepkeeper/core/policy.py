@@ -171,6 +171,41 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stacks_within_s: float = 30.0
     """The stacks of all ranks, taken twice with seconds between; without them by then, the training counts as hung."""
 
+    excluded_max: int = 8
+    """Nodes that a job excludes at a time, the newest faults first, lost nodes last: more would leave it nothing to run
+    on.  0: no limit, as a run of 0.1 could choose.
+
+    Where its partition has too few other nodes like its own, a requeue excludes fewer: lost nodes are allowed again
+    first, then those with the oldest faults.
+    """
+
+    slurm_away_for_s: float = 3600.0
+    """A launch that cannot begin because Slurm does not answer waits so long; then it counts as failed.  A controller
+    that is moved or upgraded is back by then."""
+
+    storage_wait_s: float = 1800.0
+    """The storage failed its test at the start: the test is repeated for so long; then the run stops.  A file server
+    that fails over is back within half an hour."""
+
+    on_configuration: str = "stop"
+    """Rows of the recovery ladder for which there is one sensible order.  The program was started wrongly: it fails in
+    the same way again."""
+
+    on_version_mismatch: str = "stop"
+    """Libraries do not fit each other: the same."""
+
+    on_checkpoint: str = "rollback, stop"
+    """A checkpoint could not be loaded: an older one may be.  If not, none will be."""
+
+    on_collective_timeout: str = "relaunch"
+    """Ranks waited for others, and nothing says why: as for an unknown cause, the number of failures is the limit."""
+
+    on_node_fault: str = "leave, requeue"
+    """The hardware of a node failed: in no budget of the training."""
+
+    on_node_lost: str = "leave, requeue"
+    """A node was lost: the same."""
+
 
 class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is set, in the group `policy`.  Seconds unless the name says otherwise."""
@@ -220,31 +255,15 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Longer than the site's `SlurmdTimeout`.  The exclusion ends with the job's next requeue after that.
     """
 
-    slurm_away_for_s: float = 3600.0
-    """A launch that cannot begin because Slurm does not answer waits so long; then it counts as failed."""
-
-    excluded_max: int = 8
-    """Nodes that a job excludes at a time, the newest faults first, lost nodes last: more would leave it nothing to run
-    on.  0: no limit.
-
-    Where its partition has too few other nodes like its own, a requeue excludes fewer: lost nodes are allowed again
-    first, then those with the oldest faults.
-    """
-
     grow_back: str = "launch"
     """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is looked at again
     and taken back at the next launch (launch), or besides right after a checkpoint, for which the job is also requeued
     once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
 
-    unfit_again_s: float = 600.0
-    """A node that failed its check is checked again after this, then after twice as long, and so on."""
-
     grow_idle_s: float = 600.0
-    """Enough other nodes must have been idle for so long before the job is requeued to get them.  Slurm is asked for
-    idle nodes every half of it, and only while nodes are missing."""
-
-    storage_wait_s: float = 1800.0
-    """The storage failed its test at the start: the test is repeated for so long; then the run stops."""
+    """How long other nodes must have been idle before the job is requeued to get them.  A node that failed its check
+    rests for so long before the next check, then twice as long, and so on.  Slurm is asked for idle nodes every half
+    of it, and only while nodes are missing."""
 
     hang_watch: bool = True
     """Look for training that has stopped making progress, by its own step times."""
@@ -292,15 +311,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_numerical: str = "rollback, stop"
     """The same where the training went numerically wrong."""
 
-    on_checkpoint: str = "rollback, stop"
-    """The same where a checkpoint could not be loaded."""
-
-    on_configuration: str = "stop"
-    """The same where the program was started wrongly."""
-
-    on_version_mismatch: str = "stop"
-    """The same where libraries do not fit each other."""
-
     on_storage: str = "relaunch after 10 s, relaunch after 30 s, relaunch after 120 s, relaunch after 600 s, stop"
     """The same where a file system was full or did not answer: in no budget of the training."""
 
@@ -309,15 +319,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     on_hang: str = "relaunch, leave, requeue, stop"
     """The same where the training stood still."""
-
-    on_collective_timeout: str = "relaunch"
-    """The same where ranks waited for others, and nothing says why."""
-
-    on_node_fault: str = "leave, requeue"
-    """The same where the hardware of a node failed: in no budget of the training."""
-
-    on_node_lost: str = "leave, requeue"
-    """The same where a node was lost: in no budget of the training."""
 
     on_unknown: str = "relaunch"
     """The same where nothing says why, and for causes without a row of their own."""

@@ -62,7 +62,7 @@ def _failed(growth: Growth, nodes: Iterable[str]) -> Growth:
 
 def _again(growth: Growth, node: str, at: float, policy: Policy) -> Resting:
     doublings = dict(growth.failed).get(node, 1) - 1
-    return Resting(node=node, look_at=at + policy.unfit_again_s * 2.0**doublings)
+    return Resting(node=node, look_at=at + policy.grow_idle_s * 2.0**doublings)
 
 
 def dismiss(state: State, nodes: frozenset[str]) -> State:

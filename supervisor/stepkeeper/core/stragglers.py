@@ -44,7 +44,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     since: float  # Unix seconds
     windows: int = 1  # in which it was slow, less those in which it was not
     slow: Slow = Slow()  # in the newest window in which it was
-    told: bool = False
+    reported: bool = msgspec.field(default=False, name="told")
 
 
 class Stragglers(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,16 +108,16 @@ def observe_pace(
         if suspect is None:
             continue
         if suspect.windows == 0:
-            verdicts += [_verdict(stragglers, nodes, suspect, slow=False)] if suspect.told else []
+            verdicts += [_verdict(stragglers, nodes, suspect, slow=False)] if suspect.reported else []
             continue
         lasted = suspect.windows >= WINDOWS_LEAST and at - suspect.since >= policy.slow_node_for_s
-        if lasted and not suspect.told:
+        if lasted and not suspect.reported:
             verdicts.append(_verdict(stragglers, nodes, suspect, slow=True))
-            suspect = replace(suspect, told=True)
+            suspect = replace(suspect, reported=True)
         suspects.append(suspect)
     slowest = max(found.items(), key=lambda item: item[1].factor)
-    told = tuple((nodes.index(each.node), each.node) for each in verdicts if each.slow)
-    places = (*(place for place in stragglers.places if place not in told), *told)[-PLACES_MAX:]
+    reported = tuple((nodes.index(each.node), each.node) for each in verdicts if each.slow)
+    places = (*(place for place in stragglers.places if place not in reported), *reported)[-PLACES_MAX:]
     return Stragglers(suspects=tuple(suspects), slowest=slowest, places=places), tuple(verdicts)
 
 

@@ -38,7 +38,7 @@ EXPLAINED_BY_NODE = frozenset(
 """What ranks say when the hardware below them fails.  A CUDA error is explained too: see `_by_node`."""
 
 _CUDA_RULES = frozenset({"cuda-program-error", "cuda-library-error", "cuda-broken"})
-_TOLD = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.CANCELLED, Cause.NODE_LOST, Cause.HOST_MEMORY})
+_BY_SLURM = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.CANCELLED, Cause.NODE_LOST, Cause.HOST_MEMORY})
 _ROLES = {Role.ROOT: 0, Role.CASCADE: 1, Role.CONFIRMATION: 2}
 _PLANES = {Plane.NODE: 0, Plane.APPLICATION: 1, Plane.SLURM: 2}
 
@@ -158,7 +158,7 @@ def _by_slurm(slurm: Evidence, application: Evidence, pieces: Sequence[Evidence]
     if slurm.at is not None and application.rank is not None:
         times = [each.at for each in pieces if each.rank == application.rank and each.at is not None]
         if times:
-            return slurm.cause in _TOLD and slurm.at <= min(times)
+            return slurm.cause in _BY_SLURM and slurm.at <= min(times)
     if slurm.line is not None and application.line is not None and slurm.node == application.node:
         first = slurm.line < application.line
         return slurm.confidence >= SURE if first else slurm.confidence >= SURE > application.confidence

@@ -202,10 +202,10 @@ def of_launch(run: RunDirectory, launch: Launch) -> list[Evidence]:
     Raises:
         OSError: its logs are there and cannot be read.
     """
-    return [*of_journal(launch), *_wordless(run, launch), *of_logs(run.logs(launch.attempt, launch.launch))]
+    return [*of_journal(launch), *_unclean_exit(run, launch), *of_logs(run.logs(launch.attempt, launch.launch))]
 
 
-def _wordless(run: RunDirectory, launch: Launch) -> list[Evidence]:
+def _unclean_exit(run: RunDirectory, launch: Launch) -> list[Evidence]:
     """Return the evidence of an end that nobody wrote down."""
     if launch.ended is not None or launch.started is None or launch.following is None:
         return []

@@ -325,7 +325,7 @@ class Agent:
         return fitness.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
-        self._sources.pause_nvml()  # whoever holds a GPU open keeps it from being reset
+        self._sources.pause_nvml()  # a process that holds a GPU open prevents its reset
         try:
             return reset_gpus(pcis, self.policy.reset_within_s)
         finally:

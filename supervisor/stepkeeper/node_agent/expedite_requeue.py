@@ -63,7 +63,7 @@ class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a wish has come.  Times are Unix seconds."""
+    """How far a request has come.  Times are Unix seconds."""
 
     asked_at: float
     sent_at: float | None = None  # the update was accepted
@@ -75,7 +75,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Next(Enum):
-    """What to do about a wish."""
+    """What to do about a request."""
 
     WAIT = auto()
     SEND = auto()
@@ -153,10 +153,10 @@ def _never_began(job: OwnedJob) -> bool:
 
 
 class _Entry:
-    """A wish on its way."""
+    """A request on its way."""
 
     def __init__(self, job_request: RequeueRequest, before: _Entry | None = None) -> None:
-        """`before`: the wish that it replaces, whose pace it keeps."""
+        """`before`: the request that it replaces, whose pace it keeps."""
         self.job_request = job_request
         self.progress = Progress(asked_at=time.time())
         self.began_at = self.next_at = time.monotonic()
@@ -168,7 +168,7 @@ class _Entry:
 
 
 class RequeueExpediter:
-    """Sees to the wishes on one thread.  `add` may be called on any thread and returns at once."""
+    """Sees to the requests on one thread.  `add` may be called on any thread and returns at once."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class RequeueExpediter:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
-        self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a wish
+        self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a request
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="hasten", daemon=True)
 
@@ -201,18 +201,18 @@ class RequeueExpediter:
 
     @property
     def waiting(self) -> int:
-        """How many wishes are on their way."""
+        """How many requests are on their way."""
         with self._changed:
             return len(self._entries)
 
     def knows(self, job_request: RequeueRequest) -> bool:
-        """Tell whether this very wish is on its way."""
+        """Tell whether this very request is on its way."""
         with self._changed:
             known = self._entries.get(job_request.job_id)
             return known is not None and known.job_request == job_request
 
     def add(self, job_request: RequeueRequest) -> bool:
-        """Take a wish; a later one for the same job replaces it.  False: there are too many."""
+        """Take a request; a later one for the same job replaces it.  False: there are too many."""
         with self._changed:
             known = self._entries.get(job_request.job_id)
             if known is None:
@@ -235,7 +235,7 @@ class RequeueExpediter:
         self._tell_over(entry, "the next attempt has joined")
 
     def close(self, within_s: float) -> None:
-        """End the thread, after the call that it may be in; wishes on their way are given up."""
+        """End the thread, after the call that it may be in; requests on their way are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -252,7 +252,7 @@ class RequeueExpediter:
             self._on_failure(error)
 
     def _due(self) -> _Entry | None:
-        """Return the wish whose turn it is, when it is; None at the end."""
+        """Return the request whose turn it is, when it is; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing, PACE_S)
             now, users = time.monotonic(), {each.job_request.uid for each in self._entries.values()}
@@ -267,7 +267,7 @@ class RequeueExpediter:
         return None
 
     def _turn_at(self, entry: _Entry) -> float:
-        """Return when a wish may be seen to: all wishes of one user together are seen to once in `poll_s`."""
+        """Return when a request may be seen to: all requests of one user together are seen to once in `poll_s`."""
         return max(entry.next_at, 0.0 if entry.job_request.uid is None else self._turns.get(entry.job_request.uid, 0.0))
 
     def _see_to(self, entry: _Entry) -> None:
@@ -348,7 +348,7 @@ class RequeueExpediter:
     def _finish(self, entry: _Entry, why: str) -> None:
         with self._changed:
             if self._entries.get(entry.job_request.job_id) is not entry:
-                return  # a later wish has replaced it, or the next attempt has joined
+                return  # a later request has replaced it, or the next attempt has joined
             del self._entries[entry.job_request.job_id]
         self._tell_over(entry, why)
 

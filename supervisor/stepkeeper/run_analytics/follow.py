@@ -193,6 +193,6 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
 
 
 def _new(seen: Glance, shown: Record | None) -> tuple[Record, ...]:
-    if shown is None or shown not in seen.told:
-        return seen.told[-5:] if shown is None else seen.told
-    return seen.told[seen.told.index(shown) + 1 :]
+    if shown is None or shown not in seen.decisions:
+        return seen.decisions[-5:] if shown is None else seen.decisions
+    return seen.decisions[seen.decisions.index(shown) + 1 :]

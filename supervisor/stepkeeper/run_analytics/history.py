@@ -149,7 +149,7 @@ class Incidents(msgspec.Struct, kw_only=True):
         new = record.skipped_data[self.windows :]  # an attempt takes over those of the one before
         self.windows = max(self.windows, len(record.skipped_data))
         found = ((*said, False) for said in (*_of(record, lost=lost), *_windows(new)))
-        for kind, what, node, is_all in (*_told(record), *found):
+        for kind, what, node, is_all in (*_reported(record), *found):
             if len(self.found) >= INCIDENTS_MAX:
                 del self.found[0]
                 self.left_out += 1
@@ -201,10 +201,10 @@ def _windows(windows: Iterable[SkippedData]) -> Iterator[tuple[str, str, str]]:
 
 def _ordered(record: Record) -> str:
     """Say what followed, where the decision says no more than the incident itself."""
-    return "the launch was ended" if any(isinstance(each, do.KillRanks) for each in record.effects) else "told"
+    return "the launch was ended" if any(isinstance(each, do.KillRanks) for each in record.effects) else "reported"
 
 
-def _told(record: Record) -> Iterator[tuple[str, str, str, bool]]:
+def _reported(record: Record) -> Iterator[tuple[str, str, str, bool]]:
     """Yield (kind, what, node, whether the decision says no more than that)."""
     for reason in record.reasons if isinstance(record.event, on.Progressed) else ():
         if isinstance(reason, because.LossWrong):

@@ -279,7 +279,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.at)
 
-    def usual(self) -> int:
+    def median_step(self) -> int:
         """Return the median time of a step, microseconds; 0 where that is not known."""
         count, known = self._usual
         if count != len(self):

@@ -37,8 +37,8 @@ def pace(rows: Sequence[Row]) -> float | None:
     ]
     if not times:
         return None
-    usual = statistics.median(times)
-    return statistics.fmean([each for each in times if each <= PAUSE_TIMES * usual])
+    median = statistics.median(times)
+    return statistics.fmean([each for each in times if each <= PAUSE_TIMES * median])
 
 
 def seconds_left(status: Status, rows: Sequence[Row]) -> float | None:

@@ -31,7 +31,7 @@ from stepkeeper_trainer.formats.plain import open_plain
 # What a look at a running run costs little to know: its status, and the ends of journal and metrics.
 
 RECORDS_BACK_MAX = 1_500
-TOLD_MAX = 40
+DECISIONS_MAX = 40
 ROWS = 120
 
 
@@ -39,7 +39,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment.  Instants are Unix seconds."""
 
     status: Status | None
-    told: tuple[Record, ...] = ()  # the newest decisions with a reason, oldest first
+    decisions: tuple[Record, ...] = ()  # the newest decisions with a reason, oldest first
     phase_since: float | None = None
     rows: tuple[Row, ...] = ()  # the newest completed steps, oldest first
     committed_at: float | None = None  # the newest commit
@@ -55,10 +55,10 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loss_not_finite(self) -> bool:
         """Whether the newest known loss is NaN or infinite."""
-        told = [row.loss for row in self.rows if row.loss is not None]
+        losses = [row.loss for row in self.rows if row.loss is not None]
         if self.status is not None and self.status.loss_not_finite:
             return True
-        return bool(told) and not math.isfinite(told[-1])
+        return bool(losses) and not math.isfinite(losses[-1])
 
 
 def glance(run: RunDirectory) -> Glance:
@@ -71,7 +71,7 @@ def glance(run: RunDirectory) -> Glance:
         status = status_file.read(run.status)
     except msgspec.MsgspecError:
         status = None
-    told: list[Record] = []
+    decisions: list[Record] = []
     since: float | None = None
     phase_over = False
     committed_at: float | None = None
@@ -84,17 +84,17 @@ def glance(run: RunDirectory) -> Glance:
         if same and not phase_over:
             phase_over = record.phase is not newest.phase
             since = since if phase_over else record.event.at
-        if record.reasons and len(told) < TOLD_MAX and not _is_ordinary(record):
-            told.append(record)
+        if record.reasons and len(decisions) < DECISIONS_MAX and not _is_ordinary(record):
+            decisions.append(record)
         if committed_at is None and isinstance(record.event, on.CheckpointCommitted):
             committed_at = record.event.at
         if same and isinstance(record.event, on.NodeFaulted) and record.event.leave:
             left.setdefault(record.event.node, record.event.name)
-        if len(told) >= TOLD_MAX and phase_over and committed_at is not None:
+        if len(decisions) >= DECISIONS_MAX and phase_over and committed_at is not None:
             break
     return Glance(
         status=status,
-        told=tuple(reversed(told)),
+        decisions=tuple(reversed(decisions)),
         phase_since=since,
         rows=rows(run),
         committed_at=committed_at,
@@ -203,9 +203,9 @@ def screen(
     stop = f"to stop: scancel {_job(seen)}" if _job(seen) and not is_over(seen) else ""
     keys = "   ".join(part for part in ("more: stepkeeper explain, logs, report", stop, "Ctrl-C leaves") if part)
     room = height - len(top) - 3
-    told = [line for record in seen.told for line in _told(record)][-max(0, room) :] if room > 0 else []
+    said = [line for record in seen.decisions for line in _in_lines(record)][-max(0, room) :] if room > 0 else []
     rule = ("-" if plain else "─") * width
-    lines = [*top, rule, *told, *([""] * max(0, room - len(told))), rule, keys]
+    lines = [*top, rule, *said, *([""] * max(0, room - len(said))), rule, keys]
     return [_fit(clean(line), width) for line in lines][:height]
 
 
@@ -362,7 +362,7 @@ def _time(accounts: Accounts, width: int, *, plain: bool) -> list[str]:
     return rows
 
 
-def _told(record: Record) -> list[str]:
+def _in_lines(record: Record) -> list[str]:
     at = time.strftime("%H:%M:%S", time.localtime(record.event.at))
     return [f"{at} {place(record):<3} {record.phase.value:<10} {record.why}"]
 

@@ -34,7 +34,7 @@ Stretch = tuple[int, int]
 SHARE_MIN = 0.25
 
 
-def usual(rows: Rows, still: Sequence[Stretch]) -> int:
+def step_time(rows: Rows, still: Sequence[Stretch]) -> int:
     """Return the median time of a step without what it was suspended for; 0 where that is not known."""
     away: dict[int, int] = {}
     for begin, end in still:
@@ -44,7 +44,7 @@ def usual(rows: Rows, still: Sequence[Stretch]) -> int:
             if not inside:
                 away[row] = away.get(row, 0) + max(0, until - since)
     if not away:
-        return rows.usual()
+        return rows.median_step()
     times = [
         max(0, rows.at[row] - rows.at[row - 1] - away.get(row, 0)) // max(1, rows.step[row] - rows.step[row - 1])
         for row in range(1, len(rows))
@@ -52,13 +52,13 @@ def usual(rows: Rows, still: Sequence[Stretch]) -> int:
     return int(statistics.median(times)) if times else 0
 
 
-def stretches(attempt: Attempt, rows: Mapping[Key, Rows], usuals: Mapping[Key, int]) -> list[Stretch]:
+def stretches(attempt: Attempt, rows: Mapping[Key, Rows], step_times: Mapping[Key, int]) -> list[Stretch]:
     """Return what was suspended of an attempt, in order.
 
     Args:
         attempt: with the stretches in which its supervisor did not run.
         rows: the completed steps of its launches.
-        usuals: what a step of each took.
+        step_times: what a step of each took.
     """
     taken: dict[tuple[Key, int], int] = {}  # of the time of a step, by earlier stretches
     found: list[Stretch] = []
@@ -69,7 +69,9 @@ def stretches(attempt: Attempt, rows: Mapping[Key, Rows], usuals: Mapping[Key, i
         if not known:
             found.append((begin, end))
             continue
-        parts = _late(known, usuals[key], (begin, end), {row: part for (of, row), part in taken.items() if of == key})
+        parts = _late(
+            known, step_times[key], (begin, end), {row: part for (of, row), part in taken.items() if of == key}
+        )
         if sum(until - since for since, until, _ in parts) < SHARE_MIN * (end - begin):
             continue
         for since, until, row in parts:
@@ -149,14 +151,16 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
     """
     reported = bool(rows)
     found: list[Span] = []
-    usuals = {
-        (attempt.number, launch.number): usual(known, attempt.still)
+    step_times = {
+        (attempt.number, launch.number): step_time(known, attempt.still)
         for attempt in attempts
         for launch in attempt.launches
         if (known := rows.get((attempt.number, launch.number)))
     }
-    typical = int(statistics.median([each for each in usuals.values() if each] or [0]))
-    usuals = {key: each or typical for key, each in usuals.items()}  # a single step does not show how long one is
+    typical = int(statistics.median([each for each in step_times.values() if each] or [0]))
+    step_times = {
+        key: each or typical for key, each in step_times.items()
+    }  # a single step does not show how long one is
     for index, attempt in enumerate(attempts):
         following = attempts[index + 1].began if index + 1 < len(attempts) else None
         last = following is None
@@ -164,8 +168,8 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
         if last and not attempt.said_end and not ends.over:
             end = max(end, ends.until)
         began = max(attempt.began, found[-1].end) if found else attempt.began
-        still = stretches(attempt, rows, usuals)
-        for piece, launch in _attempt(attempt, (began, end), rows, limits, usuals, reported=reported):
+        still = stretches(attempt, rows, step_times)
+        for piece, launch in _attempt(attempt, (began, end), rows, limits, step_times, reported=reported):
             for part in taken_out(piece, still):
                 found += _with_nodes(part, attempt, launch)
         waits_until = following if following is not None else ends.until
@@ -207,7 +211,7 @@ def _attempt(
     within: tuple[int, int],
     rows: dict[Key, Rows],
     limits: dict[Key, int | None],
-    usuals: dict[Key, int],
+    step_times: dict[Key, int],
     *,
     reported: bool,
 ) -> Iterator[tuple[Piece, Launch | None]]:
@@ -219,8 +223,8 @@ def _attempt(
         for piece in _by_phase(attempt.phases, at, begins):
             yield piece, None
         key = (launch.attempt, launch.number)
-        usual = usuals.get(key, 0)
-        for piece in _launch(launch, begins, ends, rows.get(key), limits[key], usual=usual, reported=reported):
+        step_us = step_times.get(key, 0)
+        for piece in _launch(launch, begins, ends, rows.get(key), limits[key], step_us=step_us, reported=reported):
             yield piece, launch
         at = ends
     for piece in _by_phase(attempt.phases, at, end):
@@ -249,21 +253,21 @@ def _cut(phases: Sequence[tuple[int, str]], begin: int, end: int) -> Iterator[tu
 
 
 def _launch(
-    launch: Launch, begin: int, end: int, rows: Rows | None, limit: int | None, *, usual: int, reported: bool
+    launch: Launch, begin: int, end: int, rows: Rows | None, limit: int | None, *, step_us: int, reported: bool
 ) -> Iterator[Piece]:
     first = bisect_left(rows.at, begin) if rows else 0
     last = bisect_right(rows.at, end) if rows else 0
     if rows is None or first >= last:
         yield from _without_steps(launch, begin, end, reported=reported)
         return
-    body_begins = max(begin, rows.at[first] - usual)
+    body_begins = max(begin, rows.at[first] - step_us)
     body_ends = rows.at[last - 1]
     yield begin, body_begins, Use.STARTING
-    taken = _taken_by_saves(launch.saves, rows, first, last, usual)
+    taken = _taken_by_saves(launch.saves, rows, first, last, step_us)
     turn = _turns_at(rows, body_begins, (first, last), limit)
     yield from _body(rows, body_begins, body_ends, turn, taken)
     runs = launch.ending is Ending.RUNNING
-    at_hand = patience(usual) if runs else usual  # of one that lives, nobody knows yet how long this step takes
+    at_hand = patience(step_us) if runs else step_us  # of one that lives, nobody knows yet how long this step takes
     yield from _tail(launch, body_ends, end, at_hand, cut_off=limit is not None or not runs)
 
 
@@ -277,7 +281,7 @@ def _without_steps(launch: Launch, begin: int, end: int, *, reported: bool) -> I
             yield at, until, Use.UNKNOWN
 
 
-def _taken_by_saves(saves: Sequence[Saved], rows: Rows, first: int, last: int, usual: int) -> dict[int, int]:
+def _taken_by_saves(saves: Sequence[Saved], rows: Rows, first: int, last: int, step_us: int) -> dict[int, int]:
     """Return, by row, how much of its step saves took: what their steps lasted beyond the usual, in sum."""
     taken: dict[int, int] = {}
     for save in saves:
@@ -285,7 +289,7 @@ def _taken_by_saves(saves: Sequence[Saved], rows: Rows, first: int, last: int, u
         excess: list[tuple[int, int]] = []
         while index < last and rows.at[index - 1] < save.durable:
             steps = max(1, rows.step[index] - rows.step[index - 1])
-            free = rows.at[index] - rows.at[index - 1] - usual * steps - taken.get(index, 0)
+            free = rows.at[index] - rows.at[index - 1] - step_us * steps - taken.get(index, 0)
             excess.append((index, free))
             index += 1
         left = max(0, sum(free for _, free in excess))

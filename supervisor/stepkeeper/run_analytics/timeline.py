@@ -31,7 +31,7 @@ from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
 
-class Standing(StrEnum):
+class RunState(StrEnum):
     """How it stands with the run."""
 
     RUNNING = "running"
@@ -45,7 +45,7 @@ class Standing(StrEnum):
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """What happened in a run.  Instants are microseconds."""
 
-    standing: Standing
+    run_state: RunState
     began: int
     until: int
     attempts: list[Attempt]
@@ -120,19 +120,19 @@ def build(
     newest = attempts[-1] if attempts else None
     if newest is not None and not newest.said_end and updated_at is not None:
         until = newest.ended = max(until, updated_at)
-    standing = _standing(newest, rows, until, now)
-    _close(attempts, standing)
+    run_state = _run_state(newest, rows, until, now)
+    _close(attempts, run_state)
     ends = spending.Ends(
         until=until,
-        over=standing is Standing.ENDED,
-        finished=standing is Standing.FINISHED,
+        over=run_state is RunState.ENDED,
+        finished=run_state is RunState.FINISHED,
         durable_step=_durable(attempts),
     )
     limits = spending.kept_until(attempts, rows, ends)
     spans = spending.spans(attempts, rows, ends, limits)
     last = _newest_rows(attempts, rows)
     return Timeline(
-        standing=standing,
+        run_state=run_state,
         began=spans[0].begin if spans else until,
         until=spans[-1].end if spans else until,
         attempts=attempts,
@@ -167,26 +167,26 @@ def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
                 attempt.ended = max(attempt.ended, last if limit is None else min(last, limit))
 
 
-def _standing(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: int | None) -> Standing:
+def _run_state(newest: Attempt | None, rows: dict[Key, Rows], until: int, now: int | None) -> RunState:
     if newest is None:
-        return Standing.EMPTY
+        return RunState.EMPTY
     if newest.said_end:
         if newest.exit_code == ExitCode.FINISHED:
-            return Standing.FINISHED
+            return RunState.FINISHED
         requeued = newest.exit_code in (ExitCode.REQUEUED, ExitCode.SUPERSEDED)
-        return Standing.WAITING if requeued else Standing.ENDED
+        return RunState.WAITING if requeued else RunState.ENDED
     if now is None:
-        return Standing.RUNNING
+        return RunState.RUNNING
     last = _newest_rows([newest], rows)
-    return Standing.SILENT if now - until > patience(last.usual() if last else 0) else Standing.RUNNING
+    return RunState.SILENT if now - until > patience(last.median_step() if last else 0) else RunState.RUNNING
 
 
-def _close(attempts: Sequence[Attempt], standing: Standing) -> None:
+def _close(attempts: Sequence[Attempt], run_state: RunState) -> None:
     """Mark launches whose end no supervisor recorded."""
     for index, attempt in enumerate(attempts):
         for position, launch in enumerate(attempt.launches):
             newest = index + 1 == len(attempts) and position + 1 == len(attempt.launches)
-            if launch.ending is Ending.RUNNING and not (newest and standing is Standing.RUNNING):
+            if launch.ending is Ending.RUNNING and not (newest and run_state is RunState.RUNNING):
                 launch.ending = Ending.NO_WORD
                 launch.why = launch.why or "the supervisor was killed or its node lost: no end is recorded"
 

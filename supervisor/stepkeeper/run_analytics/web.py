@@ -185,7 +185,7 @@ class Watched:
                     "phase": record.phase.value,
                     "why": record.why,
                 }
-                for record in seen.told
+                for record in seen.decisions
             ],
             "report": {
                 name: value[-LISTED_MAX:] if isinstance(value, list) else value

@@ -92,7 +92,7 @@ def is_job(wanted: str) -> bool:
 
 
 def _safe(run: RunDirectory) -> RunDirectory:
-    """Refuse a run whose parts lead elsewhere, or are a stranger's: whoever looks, root too, goes by what is in them.
+    """Refuse a run whose parts lead elsewhere, or are a stranger's: a reader, root too, goes by what is in them.
 
     Raises:
         StepkeeperError: which part, and why.
@@ -177,7 +177,7 @@ def resolved(path: Path) -> Path:
 
 
 def _followed(path: Path) -> Path:
-    """Return what a path leads to.  Whoever may write a run could have planted a link in it, so only ours are followed.
+    """Return what a path leads to.  A writer of the run could have planted a link in it, so only ours are followed.
 
     Raises:
         StepkeeperError: which link is somebody else's.

@@ -162,8 +162,8 @@ class JournalWriter:
     def flush(self, within_s: float) -> bool:
         """Wait until all that was handed over is durable; False if that takes longer, or fails.
 
-        What is late is written to a spool on the node's own disk: whoever mourns the shared storage
-        finds it there.
+        What is late is written to a spool on the node's own disk: a person finds it there while the
+        shared storage is away.
         """
         with self._changed:
             tried = self._tries

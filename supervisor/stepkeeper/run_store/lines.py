@@ -132,7 +132,7 @@ def encode(record: msgspec.Struct | dict[str, Any]) -> bytes:
     """Return a record as one line of JSON, without its end.  Never raises for what strings hold.
 
     A file name that is no UTF-8 reaches us with surrogates, which JSON cannot hold: they become `?`.  What looks like
-    a secret is hidden, whoever's words it stands in.
+    a secret is hidden, in text of any origin.
     """
     try:
         data = msgspec.json.encode(record)

@@ -226,7 +226,7 @@ def _make(path: Path, mode: int) -> None:
         os.close(descriptor)
 
 
-# `--group-readable`: the group may read every file of the run directory, whoever of ours made it, whatever the umask.
+# `--group-readable`: the group may read every file of the run directory, of any program of ours and any umask.
 #
 # Ranks, Slurm and the supervisor make files there, under the user's umask, which must stay: the training writes
 # elsewhere too.  So what is in the run directory is looked through now and then, and gets the permission.  Links are

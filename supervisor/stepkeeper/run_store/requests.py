@@ -1,6 +1,7 @@
 """`asks/`: what a person asks of a run that is under way, and what the supervisor answered.
 
-One small file an ask, beside the journal: whoever may write the run directory may ask, and nothing else has to be open.
+One small file a request, beside the journal: write access to the run directory is the permission to ask, and no port
+has to be open.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from stepkeeper.config.resolve import TOLD
+from stepkeeper.config.resolve import PASSED_ON
 from stepkeeper.config.settings import VARIABLE_PREFIX
 from stepkeeper.redaction import redact, redact_words
 from stepkeeper.run_store import lines
@@ -56,7 +56,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environment.items()
         if (name.startswith((VARIABLE_PREFIX, "SBATCH_")) or name == PROGRAM_VARIABLE)
-        and not (name in TOLD or name.startswith(KEPT))
+        and not (name in PASSED_ON or name.startswith(KEPT))
         and redact(f"{name}={value}") == f"{name}={value}"
     }
 

@@ -290,6 +290,8 @@ def expand(hostlist: str) -> tuple[str, ...]:
     ('r1n1', 'r1n2', 'r2n1', 'r2n2')
     """
     names: list[str] = []
+    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", hostlist)):
+        raise SlurmError(f"a node list that cannot be read: {hostlist}")
     for word in _HOSTLIST.findall(hostlist):
         expanded = [""]
         for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", word):

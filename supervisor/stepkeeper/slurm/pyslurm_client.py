@@ -285,7 +285,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(wanted: ClientKind = ClientKind.COMMANDS, *, job: str | None = None, python: str = sys.executable) -> Choice:
-    """Return a client that works here: a wish that does not fit is no reason to stop a run.
+    """Return a client that works here: a client that does not fit is no reason to stop a run.
 
     Whether pyslurm fits is asked of it, not read off versions: it must report the same of this cluster, and of `job`,
     as Slurm's commands do.

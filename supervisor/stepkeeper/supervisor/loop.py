@@ -288,7 +288,7 @@ class Supervisor:
             case do.ReportSlowNode() | do.ReportSlowLaunch() | do.ReportReplay():
                 self.decision_log.found(effect)
             case do.NotifyUser():
-                self._call_person(effect)
+                self._notify_user(effect)
             case do.ReleaseNodes():
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
             case do.CheckNodes():
@@ -330,9 +330,9 @@ class Supervisor:
             inbox=self.inbox,
             attempt=self.setting.lease.attempt,
             note=self._note_node,
-            on_share=self.inbox.guard(Part.READERS, self.verify_pool.receive),
+            on_shard=self.inbox.guard(Part.READERS, self.verify_pool.receive),
             on_stack=self.inbox.guard(Part.STACKS, self.stack_collector.receive),
-            on_told=self._note_told,
+            on_stop_signal=self._note_stop_signal,
             after_s=effect.after_s,
             size=len(effect.nodes),
         )
@@ -342,7 +342,7 @@ class Supervisor:
     def _note_node(self, node: str, text: str) -> None:
         self.log.info("watcher", node=node, said=text)
 
-    def _note_told(self, word: lines.Told) -> None:
+    def _note_stop_signal(self, word: lines.StopSignalSent) -> None:
         self.signaled = word.launch
         self._note_node(word.node, word.text)
 
@@ -361,7 +361,7 @@ class Supervisor:
         if self.bus is not None:
             self.bus.say(lines.Stacks(launch=effect.launch, number=number, brief=effect.brief))
 
-    def _call_person(self, effect: do.NotifyUser) -> None:
+    def _notify_user(self, effect: do.NotifyUser) -> None:
         self.call = notify.notify_user(
             effect,
             notify.Call(
@@ -418,7 +418,7 @@ class Supervisor:
                     why=shorten(text(effect.reasons)),
                     deadline_at=None if effect.deadline_at is None else self.inbox.clock.to_wall(effect.deadline_at),
                     signal=name if effect.stop and not has_it else "",
-                    heard=self.state.launch.library_seen,
+                    library_seen=self.state.launch.library_seen,
                 )
             )
 

@@ -98,7 +98,7 @@ def _state_of(message: bus.FromWatcher) -> Hashable | None:
             return "progress", progress.launch, progress.rank
         case bus.Paced():
             return "paced", message.launch
-        case bus.ShareRead(done=False):
+        case bus.ShardRead(done=False):
             return "read", message.number, message.index
         case _:
             return None

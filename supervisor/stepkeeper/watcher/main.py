@@ -175,7 +175,7 @@ class Watcher:
                 self.save_again_at = 0.0
                 self.save_until = time.monotonic() + SAVE_AGAIN_FOR_S
                 if message.signal:
-                    self._signal_ranks(message.launch, message.signal, heard=message.heard)
+                    self._signal_ranks(message.launch, message.signal, library_seen=message.library_seen)
             case bus.Kill():
                 self._kill()
                 self.senses.look_ahead()
@@ -338,27 +338,27 @@ class Watcher:
         self.saving = None
         kill_ranks(self.assignment.run_id, self.node, attempt_max=self.assignment.attempt, steps=self.steps)
 
-    def _signal_ranks(self, launch: int, name: str, *, heard: bool) -> None:
+    def _signal_ranks(self, launch: int, name: str, *, library_seen: bool) -> None:
         """Send the stop signal, once a launch, to the ranks that have no trainer library.
 
         Args:
             launch: of the ranks.
             name: of the signal.
-            heard: some ranks have the library: a watcher without reports of all since their start signals none.
+            library_seen: some ranks have the library: a watcher without reports of all since their start signals none.
         """
         from stepkeeper.watcher import stop_signal  # noqa: PLC0415 - most watchers never need it
 
-        if self.signaled == launch or (heard and self.cleared != launch):
+        if self.signaled == launch or (library_seen and self.cleared != launch):
             return
         self.signaled = launch
         of_launch = f"{self.assignment.attempt}.{launch}"
         theirs = {pid for known, pid, _ in self.greeted.values() if known == of_launch}
         attempt, run_id = self.assignment.attempt, self.assignment.run_id
         sent = stop_signal.send_stop_signal(
-            run_id, self.node, name, attempt_max=attempt, heard=theirs, steps=self.steps
+            run_id, self.node, name, attempt_max=attempt, with_library=theirs, steps=self.steps
         )
         if sent:
-            self.say(bus.Told(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
+            self.say(bus.StopSignalSent(node=self.node, launch=launch, text=shorten(stop_signal.in_words(name, sent))))
 
     def _clear(self) -> None:
         """End what is left; confirm once nothing is and the node has been looked at.  Called again until then."""
@@ -450,7 +450,7 @@ class Watcher:
         if result.left:
             self._kill()
         elif result.done and self.launch is not None:  # Slurm is about to end the ranks
-            self._signal_ranks(self.launch, self.assignment.stop_signal, heard=True)
+            self._signal_ranks(self.launch, self.assignment.stop_signal, library_seen=True)
         self.quit = result.done
 
 

@@ -42,7 +42,9 @@ class Save(_Line, frozen=True, kw_only=True, tag="save"):
     why: str
     deadline_at: float | None = None
     signal: str = ""  # for ranks without the trainer library; empty: they have it already, or shall not have it
-    heard: bool = False  # a rank of the launch, on some node, has the trainer library
+    library_seen: bool = msgspec.field(
+        default=False, name="heard"
+    )  # a rank of the launch, on some node, has the trainer library
 
 
 class Kill(_Line, frozen=True, kw_only=True, tag="kill"):
@@ -79,7 +81,7 @@ class Look(_Line, frozen=True, kw_only=True, tag="look"):
 
 
 class Read(_Line, frozen=True, kw_only=True, tag="read"):
-    """For one node: read share `index` of `of` of a step directory and compare; answered by `ShareRead`.
+    """For one node: read shard `index` of `of` of a step directory and compare; answered by `ShardRead`.
 
     Sent only to watchers whose `Ready` says that they know it.
     """
@@ -94,7 +96,7 @@ class Read(_Line, frozen=True, kw_only=True, tag="read"):
 
 
 class ReadNoMore(_Line, frozen=True, kw_only=True, tag="read_no_more"):
-    """Every share of this verification and of those before is read, or nobody needs them any more."""
+    """Every shard of this verification and of those before is read, or nobody needs them any more."""
 
     number: int
 
@@ -173,8 +175,8 @@ class Faulted(_Line, frozen=True, kw_only=True, tag="faulted"):
     drained: bool = False
 
 
-class ShareRead(_Line, frozen=True, kw_only=True, tag="share_read"):
-    """How far a share is, every second while it is read; then, with `done`, what was found."""
+class ShardRead(_Line, frozen=True, kw_only=True, tag="share_read"):
+    """How far a shard is, every second while it is read; then, with `done`, what was found."""
 
     node: str
     number: int
@@ -186,7 +188,7 @@ class ShareRead(_Line, frozen=True, kw_only=True, tag="share_read"):
     problem: str = ""  # the first one
     problems: int = 0
     manifest: str = ""  # digest of the manifest that this node sees
-    seen: str = ""  # digest over the state of the share's files
+    seen: str = ""  # digest over the state of the shard's files
     began_at: float = 0.0  # this node's clock, Unix seconds
 
 
@@ -256,7 +258,7 @@ class Lost(_Line, frozen=True, kw_only=True, tag="lost"):
     rank: int
 
 
-class Told(_Line, frozen=True, kw_only=True, tag="told"):
+class StopSignalSent(_Line, frozen=True, kw_only=True, tag="told"):
     """Ranks of a launch on this node got the stop signal: no trainer library answers there."""
 
     node: str
@@ -274,7 +276,19 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
 OfStacks = Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
 ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
 FromWatcher = (
-    Ready | Alive | Signaled | Cleared | Checked | Faulted | ShareRead | OfStacks | Rank | Paced | Lost | Told | Note
+    Ready
+    | Alive
+    | Signaled
+    | Cleared
+    | Checked
+    | Faulted
+    | ShardRead
+    | OfStacks
+    | Rank
+    | Paced
+    | Lost
+    | StopSignalSent
+    | Note
 )
 
 _encoder = msgspec.json.Encoder()

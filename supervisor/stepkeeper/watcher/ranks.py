@@ -112,7 +112,7 @@ def _sender(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int]:
 def free_port() -> int:
     """Return a TCP port that is free on this node right now, for a rank that begins to listen there seconds later.
 
-    It is below those that the kernel gives to whoever asks for any: else an outgoing connection may take it meanwhile.
+    It is below those that the kernel gives to outgoing connections: else one of them may take it meanwhile.
     """
     with open(_EPHEMERAL) as file:
         below = int(file.read().split()[0]) - PORT_MIN

@@ -115,7 +115,7 @@ class NodeSensors:
             os.write(self._waker, b"\0")
 
     def read(self, wanted: bus.Read) -> None:
-        """Read a share of a step directory; `ShareRead` comes, again and again."""
+        """Read a shard of a step directory; `ShardRead` comes, again and again."""
         if self._share_reader is None:
             # imported now: a watcher that reads nothing stays small
             from stepkeeper.watcher.verify import ShardReader  # noqa: PLC0415

@@ -38,7 +38,7 @@ class _Found(msgspec.Struct):
     others: list[int] = []  # that the signal would end
 
 
-def choose(processes: Mapping[int, Process], heard: Collection[int]) -> list[int]:
+def choose(processes: Mapping[int, Process], with_library: Collection[int]) -> list[int]:
     """Return which processes get the stop signal: of each rank without the trainer library, the first with a handler.
 
     A shell without a trap is passed over for what it runs.  Where no process of a rank has a handler, none can save:
@@ -46,7 +46,7 @@ def choose(processes: Mapping[int, Process], heard: Collection[int]) -> list[int
 
     Args:
         processes: of the launch, by pid.
-        heard: pids of those that have the trainer library: their ranks get a request instead.
+        with_library: pids of those that have the trainer library: their ranks get a request instead.
     """
     children: dict[int, list[Process]] = defaultdict(list)
     for process in processes.values():
@@ -58,7 +58,7 @@ def choose(processes: Mapping[int, Process], heard: Collection[int]) -> list[int
             continue  # a part of its parent's rank
         members = list(_members(process, children))
         leads = any(child.marks > member.marks for member in members for child in children[member.pid])
-        if not leads and not any(member.pid in heard for member in members):
+        if not leads and not any(member.pid in with_library for member in members):
             found = _look(process, children)
             chosen += found.catching or found.others
     return sorted(chosen)
@@ -119,14 +119,14 @@ def send_stop_signal(
     name: str,
     *,
     attempt_max: int,
-    heard: Collection[int],
+    with_library: Collection[int],
     steps: RankSteps | None = None,
 ) -> list[Process]:
     """Send the stop signal to the ranks of a node that have no trainer library; return who got it."""
     number = STOP_SIGNALS[name]
     processes = look(run_id, node, attempt_max=attempt_max, number=number, steps=steps)
     sent = []
-    for pid in choose(processes, heard):
+    for pid in choose(processes, with_library):
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.kill(pid, number)
             sent.append(processes[pid])

@@ -1,4 +1,4 @@
-"""The watcher's part of a shared verification: read its share, say how far it is, and what was found."""
+"""The watcher's part of a shared verification: read its shard, say how far it is, and what was found."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import verify_share
+from stepkeeper_trainer.formats.verify import verify_shard
 
 SAY_EVERY_S = 1.0
-WAITING_MAX = 64  # shares that were asked for and not begun: far more than are ever sent at once
+WAITING_MAX = 64  # shards that were asked for and not begun: far more than are ever sent at once
 MIB = 2**20
 
 
 class ShardReader:
-    """One thread that reads one share after the other."""
+    """One thread that reads one shard after the other."""
 
     def __init__(self, checkpoints: Path, node: str, say: Callable[[bus.FromWatcher], None]) -> None:
         """`say` is called on threads of this reader."""
@@ -28,15 +28,15 @@ class ShardReader:
         self._wanted: queue.Queue[bus.Read] = queue.Queue(WAITING_MAX)
         self._number = 0  # of the newest verification: what belongs to an older one is dropped
         self._dropped = -1
-        threading.Thread(target=self._run, name="share-reader", daemon=True).start()
+        threading.Thread(target=self._run, name="shard-reader", daemon=True).start()
 
     def read(self, wanted: bus.Read) -> None:
-        """Read a share, after those that were asked for before; what belongs to an older verification is dropped."""
+        """Read a shard, after those that were asked for before; what belongs to an older verification is dropped."""
         self._number = max(self._number, wanted.number)
         try:
             self._wanted.put_nowait(wanted)
         except queue.Full:
-            self._fail(wanted, "too many shares wait already")
+            self._fail(wanted, "too many shards wait already")
 
     def drop(self, number: int) -> None:
         """Read no more for this verification and those before."""
@@ -51,12 +51,12 @@ class ShardReader:
             try:
                 if not self._is_old(wanted):
                     self._read(wanted)
-            except Exception as error:  # noqa: BLE001 - reported; the supervisor has the share read by another
+            except Exception as error:  # noqa: BLE001 - reported; the supervisor has the shard read by another
                 self._fail(wanted, repr(error))
 
     def _fail(self, wanted: bus.Read, error: str) -> None:
         self._say(
-            bus.ShareRead(
+            bus.ShardRead(
                 node=self._node,
                 number=wanted.number,
                 index=wanted.index,
@@ -78,18 +78,18 @@ class ShardReader:
             on_read=far.add,
         )
         progress = threading.Thread(
-            target=self._say_how_far, args=(wanted, far, over), name="share-progress", daemon=True
+            target=self._say_how_far, args=(wanted, far, over), name="shard-progress", daemon=True
         )
         progress.start()
         try:
-            found = verify_share(self._checkpoints / wanted.directory, wanted.index, wanted.of, reading=reading)
+            found = verify_shard(self._checkpoints / wanted.directory, wanted.index, wanted.of, reading=reading)
         finally:
             over.set()
             progress.join()
         if self._is_old(wanted):
             return
         self._say(
-            bus.ShareRead(
+            bus.ShardRead(
                 node=self._node,
                 number=wanted.number,
                 index=wanted.index,
@@ -108,7 +108,7 @@ class ShardReader:
         """Say it at once, so that the supervisor knows that it arrived, and then every second."""
         while True:
             self._say(
-                bus.ShareRead(
+                bus.ShardRead(
                     node=self._node, number=wanted.number, index=wanted.index, of=wanted.of, bytes_read=far.bytes
                 )
             )
@@ -117,7 +117,7 @@ class ShardReader:
 
 
 class _Far:
-    """How many bytes all threads of a share have read."""
+    """How many bytes all threads of a shard have read."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -13,7 +13,7 @@ from tests.core.histories import Turn
 
 # so small that histories use them up
 POLICY = Policy(bus_restarts_max=3, node_losses_max=2, requeue_tries_max=4, excluded_max=2)
-GROWING = msgspec.structs.replace(POLICY, grow_back="checkpoint", unfit_again_s=5.0, unfit_looks_max=3, grow_idle_s=5.0)
+GROWING = msgspec.structs.replace(POLICY, grow_back="checkpoint", unfit_looks_max=3, grow_idle_s=5.0)
 CODES = {int(code): code for code in ExitCode}
 
 Promise = Callable[[list[Turn]], None]

@@ -120,8 +120,9 @@ def test_one_task_of_an_array_is_found_among_the_others() -> None:
 
 def test_host_lists() -> None:
     assert expand("a,b[1-2]c[01-02],d7") == ("a", "b1c01", "b1c02", "b2c01", "b2c02", "d7")
-    with pytest.raises(SlurmError):
-        expand("a[x-y]")
+    for unreadable in ("a[x-y]", "a1,a[3-4", "a3-4]"):
+        with pytest.raises(SlurmError):
+            expand(unreadable)
 
 
 def test_pids() -> None:

@@ -189,12 +189,12 @@ class SmallSlurm:
 
 
 def over(slurm: SmallSlurm, job_request: RequeueRequest = WISH, **options: Any) -> str:
-    """Follow a wish to its end, and return why it ended."""
+    """Follow a request to its end, and return why it ended."""
     ends: list[str] = []
     expediter = RequeueExpediter(slurm, _log(ends.append), poll_s=0.01, **options)
     expediter.start()
     assert expediter.add(job_request)
-    until(lambda: ends, "the end of a wish", lambda: slurm.told)
+    until(lambda: ends, "the end of a request", lambda: slurm.told)
     assert expediter.waiting == 0
     assert expediter.alive
     expediter.close(60.0)
@@ -266,7 +266,7 @@ def test_there_is_room_for_other_users_beside_a_greedy_one() -> None:
 
     assert greedy == [True] * WISHES_PER_UID_MAX + [False]
     assert others == [True] * (WISHES_MAX - WISHES_PER_UID_MAX) + [False] * WISHES_PER_UID_MAX
-    assert expediter.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new wish"
+    assert expediter.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new request"
 
 
 def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_does_not() -> None:

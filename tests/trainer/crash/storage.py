@@ -1,6 +1,7 @@
 """Storage that fails in the middle of a save: `python -m tests.trainer.crash.storage SCRATCH STRIDE FAULT…`.
 
-FAULT is a disk's name (see `disks`), or `injected NAME`: one call alone ends with this error.
+FAULT is a disk's name (see `disks`), or `injected NAME`: one call alone ends with this error.  With ` of two ranks`
+behind it, the call is one of either rank.
 
 One line of JSON a fault.
 """
@@ -29,6 +30,8 @@ from tests.trainer.crash.training import digests, train, train_on
 SAVES = 3  # that are made at least
 STEPS_MAX = 300  # while the fault is being ended, saves fail one after the other, in no time
 TRIES = 20
+OF_TWO = " of two ranks"
+FIRST = ".tmp-step_00000001"
 INJECTED = tuple(f"injected {name}" for name in ("EIO", "ESTALE", "EDQUOT", "ENOSPC", "EROFS"))
 
 
@@ -65,7 +68,8 @@ class _Fault:
     def __init__(self, fault: str, scratch: Path, wanted: dict[int, str], report: Report) -> None:
         self._root, self._backing = scratch / "root", scratch / "backing"
         self._kind = next((disk for disk in DISKS if disk.name == fault), None)
-        self._error = fault.removeprefix("injected ") if self._kind is None else ""
+        self._error = fault.removeprefix("injected ").removesuffix(OF_TWO) if self._kind is None else ""
+        self._ranks = 2 if fault.endswith(OF_TWO) else 1
         assert self._kind or hasattr(errno, self._error), f"no such fault: {fault}"
         self._steps_max = STEPS_MAX if self._kind is None or self._kind.heals else 6
         self._wanted, self._report = wanted, report
@@ -87,22 +91,29 @@ class _Fault:
         return self._kind(self._root / self._kind.below, self._backing)
 
     def _points(self) -> list[Point]:
-        """Return all calls of the second save, and what belongs to it: the first one has to be there."""
+        """Return all calls of the saves after the first one, which has to be there."""
         disk = self._fresh()
         try:
-            watched = play(self._act, 1, watch=True)
+            watched = play(self._act, self._ranks, watch=True)
         finally:
             if disk is not None:
                 disk.remove()
-        assert watched.codes == [0], watched.output
+        assert watched.codes == [0] * self._ranks, watched.output
         assert not [words for words in watched.said if "failed" in words], watched.output
         points = points_of(watched, self._root / "run/checkpoints")
-        first = next(n for n, point in enumerate(points) if ".tmp-step_00000002" in point.about)
-        return points[first:]
+        found: list[Point] = []
+        for rank in range(self._ranks):
+            own = [point for point in points if point.rank == rank]
+            later = (n for n, point in enumerate(own) if ".tmp-step_" in point.about and FIRST not in point.about)
+            found += own[next(later) :]
+        return found
 
-    def _act(self, _rank: int, tell: Tell) -> None:
+    def _act(self, rank: int, tell: Tell) -> None:
         steady_names()
-        train_on(self._root / "run", SAVES, self._steps_max, tell)
+        if self._ranks == 1:
+            train_on(self._root / "run", SAVES, self._steps_max, tell)
+        else:
+            train(self._root / "run", 2 * SAVES, tell, rank=rank, world_size=self._ranks)
 
     def _play(self, point: Point) -> bool:
         """Play one point, and return whether the fault could begin there."""
@@ -136,8 +147,8 @@ class _Fault:
 
     def _played(self, point: Point, disk: Disk | None) -> Played | None:
         if disk is None:
-            played = play(self._act, 1, at=point, what=f"error={self._error}")
-            return played if any("(INJECTED)" in call.rest for _, call in played.calls[0]) else None
+            played = play(self._act, self._ranks, at=point, what=f"error={self._error}")
+            return played if any("(INJECTED)" in call.rest for _, call in played.calls[point.rank]) else None
         busy: list[BlockingIOError] = []
         struck: list[float] = []
 
@@ -163,16 +174,16 @@ class _Fault:
         heals = self._kind is None or self._kind.heals
         stepped = [words["stepped"] for words in said if "stepped" in words]
         problems = []
-        if played.codes != [0] and (
-            heals or stepped[-1] < self._steps_max or "could not be saved" not in played.output
+        if played.codes != [0] * self._ranks and (
+            self._ranks > 1 or heals or stepped[-1] < self._steps_max or "could not be saved" not in played.output
         ):
-            problems.append(f"training ended with {played.codes} at step {stepped[-1]}")
+            problems.append(f"training ended with {played.codes} at step {stepped[-1:]}")
         problems += wrong_steps(checkpoints, said)
         failures = [words["failed"] for words in said if "failed" in words]
         names = (*self._kind.says, "the save may take") if self._kind else (os.strerror(getattr(errno, self._error)),)
-        for text in failures:
-            if not any(name in text for name in names) or str(self._root) not in text:
-                problems.append(f"the event does not say what is wrong with which file: {text}")
+        unclear = [f for f in failures if not any(name in f for name in names) or str(self._root) not in f]
+        if unclear and (self._ranks == 1 or unclear == failures):  # another rank only says that one could not write
+            problems.append(f"the event does not say what is wrong with which file: {unclear[0]}")
         commits = sum("committed" in words for words in said)
         if not failures and (
             self._kind is None or commits < len(stepped)

@@ -66,7 +66,7 @@ class Call(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Proposal:
     """What one rank knows, and what all know together: reduced by MAX, deadlines to the earliest."""
 
     want: Want = Want.NOTHING
@@ -99,10 +99,10 @@ class Wish:
         ]
 
     @staticmethod
-    def unpack(values: Sequence[int]) -> Wish:
+    def unpack(values: Sequence[int]) -> Proposal:
         """Read reduced integers."""
         want, deadline, request_id, busy, failed_save, sequence, broken, committed, held, drifted, divided = values
-        return Wish(
+        return Proposal(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
             request_id=request_id,
@@ -130,7 +130,7 @@ class Agreement:
         self._pending: tuple[Call, torch.Tensor, Any] | None = None
         self._left: object = None
 
-    def read(self, own: Wish, *, within_s: float | None = None) -> Wish:
+    def read(self, own: Proposal, *, within_s: float | None = None) -> Proposal:
         """Return what all ranks said at the boundary before; alone, what this one says now.
 
         Raises:
@@ -141,19 +141,19 @@ class Agreement:
         if self.group is None:
             return own
         if self._pending is None:
-            return Wish()
+            return Proposal()
         pending, self._pending = self._pending, None
         values = self._receive(*pending, self.within_s if within_s is None else within_s)
-        return Wish.unpack(values[: len(own.pack())])
+        return Proposal.unpack(values[: len(own.pack())])
 
-    def issue(self, own: Wish, call: Call = Call.STEP) -> None:
+    def issue(self, own: Proposal, call: Call = Call.STEP) -> None:
         """Say what this rank knows at the end of a step; nobody waits."""
         if self.group is None:
             return
         assert self._pending is None, "the answer before was not read"
         self._pending = self._send(call, own.pack())
 
-    def leave(self, own: Wish) -> None:
+    def leave(self, own: Proposal) -> None:
         """Say a last word in place of the next one, whether or not the one before was read; nobody waits."""
         if self.group is not None:
             self._left = self._pending, self._send(Call.STEP, own.pack())  # what is on its way must stay

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
 from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats.decoding import collection_paused
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 TELL_APART_MAX = 4  # times that ranks find out what differs, before a save that is waited for
-RANKS_TOLD_MAX = 16
+RANKS_REPORTED_MAX = 16
 MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
 
 
@@ -94,7 +94,7 @@ class Boundary:
         self._periodic.spoken(saving=self._saver.busy or self._unsaid_save)
         self._unsaid_save = False
 
-    def save_as_agreed(self, agreed: Wish) -> None:
+    def save_as_agreed(self, agreed: Proposal) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
         requests, saver = self._requests, self._saver
         saver.tell_if_stuck()
@@ -192,7 +192,7 @@ class Boundary:
         """
         if not divided.every_rank:
             return
-        ranks = ",".join(map(str, divided.ranks[:RANKS_TOLD_MAX]))
+        ranks = ",".join(map(str, divided.ranks[:RANKS_REPORTED_MAX]))
         were_equal = self._state.parameter_keys if self._saver.committed else frozenset()
         typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded) | were_equal))
         others = sorted(set(divided.names) - set(typed))

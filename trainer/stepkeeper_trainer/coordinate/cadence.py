@@ -1,7 +1,7 @@
 """When the next periodic save is due: every so many steps, every so many minutes, or as often as pays.
 
 Pure: instants are arguments, seconds of one monotonic clock.  Steps are the same on all ranks, clocks are not:
-what depends on time is decided by rank 0 alone, and the others hear of it in the agreement (`Wish.want`).
+what depends on time is decided by rank 0 alone, and the others hear of it in the agreement (`Proposal.want`).
 """
 
 from __future__ import annotations

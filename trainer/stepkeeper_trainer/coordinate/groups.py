@@ -1,9 +1,9 @@
 """Process groups: those of the library itself, objects sent over them, and the start of torch.distributed.
 
 Connections end when the node at their other end is gone.  The kernel closes what a dead process had open.  A node
-without power, or without a network, closes nothing, and whoever waits for its word waits for good.  `probe` has our
-kernel ask for an answer from each peer's kernel, which also answers for a process that stands still: what stays silent
-for `LOST_AFTER_S` is closed, and who waits on it is told.
+without power, or without a network, closes nothing, and a rank that waits for its message waits for good.  `probe` has
+our kernel ask for an answer from each peer's kernel, which also answers for a process that stands still.  A connection
+that stays silent for `LOST_AFTER_S` is closed, and the rank that waits on it gets an error.
 
 Torch's own `*_object` collectives turn the bytes that they receive into an object by way of a NumPy array, and fail
 without NumPy ("Numpy is not available"): see `buffers`.  Objects are pickled here too, as torch does it.

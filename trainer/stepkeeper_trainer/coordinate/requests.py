@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepkeeper_trainer.coordinate.agreement import Want, Wish
+from stepkeeper_trainer.coordinate.agreement import Proposal, Want
 from stepkeeper_trainer.coordinate.cadence import Cadence
 from stepkeeper_trainer.formats.interval import FailureRate
 from stepkeeper_trainer.log import say, warn
@@ -125,7 +125,7 @@ class Requests:
             self._signal_done = heard
             say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
 
-    def wish(self, rank: Wish, *, due: bool = False) -> Wish:
+    def propose(self, rank: Proposal, *, due: bool = False) -> Proposal:
         """Return what this rank has to say to the others: what it was asked for, besides how its saves are.
 
         Args:
@@ -141,7 +141,7 @@ class Requests:
             request_id=max(self._saves_asked, default=0),
         )
 
-    def agree(self, agreed: Wish) -> None:
+    def agree(self, agreed: Proposal) -> None:
         """Take over what all ranks said."""
         asked = agreed.want >= Want.SAVE  # less is a clock's word, and nobody's request
         if asked:
@@ -207,7 +207,7 @@ class SignalFlag:
 
 OBSERVE_EVERY_S = 60.0  # node-hours that passed without a failure are taken in so often
 STEPS_KEPT = 64  # whose median tells how long a step usually takes
-CHANGED_BY = 1.25  # an interval that is so much longer or shorter is told
+CHANGED_BY = 1.25  # an interval that is so much longer or shorter is reported
 
 
 class Toll:
@@ -267,7 +267,7 @@ class Periodic:
         self._begun_since = False  # a save has, since the ranks last spoke
         self._priced = ""  # save_id of the newest save whose cost is known
         self._observed_at = clock()
-        self._told_s: float | None = None  # the interval that was told
+        self._reported_s: float | None = None  # the interval that was reported
         self.due = False  # a save is due, and has not been begun
         self.epoch_end = False  # it is the end of an epoch that is to be saved
 
@@ -304,7 +304,7 @@ class Periodic:
             self._observed_at = now
         return self._cadence.due_by_time(step, now)
 
-    def hear(self, agreed: Wish) -> None:
+    def hear(self, agreed: Proposal) -> None:
         """Take over what all ranks have heard of rank 0's clock, unless a save has begun since it was said."""
         self.due |= agreed.want is Want.DUE and not self._begun_since
 
@@ -338,10 +338,10 @@ class Periodic:
         costs = self._cadence.costs
         if not self._clocked or not self._rule.auto or costs is None:
             return
-        interval_s, told_s = self._cadence.interval_s, self._told_s
-        if told_s is not None and 1 / CHANGED_BY < interval_s / told_s < CHANGED_BY:
+        interval_s, reported_s = self._cadence.interval_s, self._reported_s
+        if reported_s is not None and 1 / CHANGED_BY < interval_s / reported_s < CHANGED_BY:
             return
-        self._told_s = interval_s
+        self._reported_s = interval_s
         say(
             "checkpoint_interval",
             seconds=round(interval_s, 1),

@@ -1,6 +1,6 @@
 """What deep verification has found right, remembered outside of the step directories.
 
-One small file a step below `checkpoints/.verified/`, written by whoever read the bytes.  It remembers single
+One small file a step below `checkpoints/.verified/`, written by the process that read the bytes.  It remembers single
 files: (inode, size, mtime, ctime) and what the manifest says of the bytes.  The kernel sets the ctime and nobody
 can set it back, so a file that was written to, replaced or restored is read again; one whose manifest says
 something else is too.  Files that were found wrong are remembered likewise, for people who list the steps: they are

@@ -80,8 +80,9 @@ def write_atomically(
     """Replace `path` by `data`: after a crash it holds the old bytes or the new ones, never a mixture.
 
     The temporary file stands beside `path`, with a name of its own, so two writers cannot mix.  With `within` no
-    symbolic link below that directory is followed, whoever may change it meanwhile.  Without `name_durable` the rename
-    is the last act: a crash may undo it, and no error comes once others can see it.  `owner` is a user and a group id.
+    symbolic link below that directory is followed, even if another process changes it meanwhile.  Without
+    `name_durable` the rename is the last act: a crash may undo it, and no error comes once others can see it.
+    `owner` is a user and a group id.
 
     Raises:
         OSError: nothing was replaced, and the temporary file is gone; or only its name may not be durable.

@@ -1,16 +1,14 @@
-"""The one way in which files of a run directory are opened for reading, whoever wrote them, and whoever looks.
+"""Files that a stranger may have written are opened and read so that they can neither mislead nor stop the reader.
 
 Only plain files are opened, without waiting for a pipe's other end, and no symbolic link is followed.  With `within`
 that holds for each directory below it too, one after the other from its descriptor, so that nobody can swap one; and
 each of them, and the file, belongs to the owner of `within`, to root or to us.  Links may lead to `within` itself.
 
-What another node has replaced a moment ago may be stale here (ESTALE): a network file system still takes the name for
+A file that another node has replaced a moment ago may be stale here (ESTALE): a network file system takes the name for
 the file of before, which is gone, until its cache is a few seconds older.
 
-Trying in a child process whether something comes to an end: what a stranger wrote may take for ever, or all memory.
-
-A pickle of 300 bytes can do that, without running anything: tuples that hold each one before them twice are hashed in
-time that doubles with each, in one call that nothing interrupts.
+What may take for ever, or all memory, is tried in a child process first: a pickle of 300 bytes can do that without
+running anything, by tuples that hold each one before them twice.
 """
 
 from __future__ import annotations

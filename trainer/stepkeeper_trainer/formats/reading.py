@@ -108,17 +108,17 @@ def tasks_of(files: dict[str, FileEntry], names: list[str], threads: int = 1) ->
 
 
 def share_of(tasks: list[Task], index: int, of: int) -> list[Task]:
-    """Return the chunks of one share: all shares together have each chunk once, and bytes are split evenly."""
+    """Return the chunks of one shard: all shards together have each chunk once, and bytes are split evenly."""
     total = sum(task.entry.bytes for task in tasks if task.first == 0)
-    share, before = [], 0
+    shard, before = [], 0
     for task in tasks:
         size = task.entry.chunk_bytes
         own = [chunk for chunk in range(task.first, task.last) if (before + chunk * size) * of // total == index]
         if own:
-            share.append(Task(task.name, task.entry, own[0], own[-1] + 1))
+            shard.append(Task(task.name, task.entry, own[0], own[-1] + 1))
         if task.last == len(task.entry.chunks):
             before += task.entry.bytes
-    return share
+    return shard
 
 
 def read(directory: Path, tasks: list[Task], how: Reading) -> Found:

@@ -3,9 +3,9 @@
     manifest -> a look at names, sizes, `.metadata` -> what no cache knows to be right
     -> read on threads (reading) -> verdict
 
-Several nodes can read a share each.  Needs no torch, and runs nothing that it reads.
+Several nodes can read a shard each.  Needs no torch, and runs nothing that it reads.
 
-A deep verification in shares: each reader its own, and what all of them found put together.
+A deep verification in shards: each reader its own, and what all of them found put together.
 """
 
 from __future__ import annotations
@@ -261,32 +261,32 @@ def unread(directory: Path, cache: Cache) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareVerdict:
-    """What one of several readers found in its share of the bytes."""
+class ShardVerdict:
+    """What one of several readers found in its shard of the bytes."""
 
     index: int
     of: int
     problems: tuple[str, ...]
     bytes_read: int
-    manifest: str  # its digest: equal for all shares of one step directory
+    manifest: str  # its digest: equal for all shards of one step directory
     seen: str  # digest over the state of its files; nodes may number the inodes of one file differently
     began_at: float  # Unix seconds
 
 
-def verify_share(directory: Path, index: int, of: int, *, reading: Reading | None = None) -> ShareVerdict:
-    """Read share `index` (from 0) of `of` nearly equal ones; all of them together are a deep verification.
+def verify_shard(directory: Path, index: int, of: int, *, reading: Reading | None = None) -> ShardVerdict:
+    """Read shard `index` (from 0) of `of` nearly equal ones; all of them together are a deep verification.
 
-    A share looks at its own files only, so that many readers do not ask the file system for all files each;
-    `join_shares` looks at the whole directory.
+    A shard looks at its own files only, so that many readers do not ask the file system for all files each;
+    `join_shards` looks at the whole directory.
     """
-    assert 0 <= index < of, f"share {index} of {of}"
+    assert 0 <= index < of, f"shard {index} of {of}"
     began_at = time.time()
     try:
         manifest = read_manifest(directory)
     except (ManifestError, OSError) as error:
-        return ShareVerdict(index, of, (str(error),), 0, "", "", began_at)
+        return ShardVerdict(index, of, (str(error),), 0, "", "", began_at)
     how = reading or Reading()
-    # a file without a list of chunks cannot be read: `join_shares` says so
+    # a file without a list of chunks cannot be read: `join_shards` says so
     files = {name: entry for name, entry in manifest.files.items() if lists_chunks(entry)}
     tasks = share_of(tasks_of(files, list(files), of * how.count_threads()), index, of)
     names = list(dict.fromkeys(task.name for task in tasks))
@@ -297,30 +297,30 @@ def verify_share(directory: Path, index: int, of: int, *, reading: Reading | Non
     if after != before:
         problems.append(f"{directory}: its files changed while they were read")
     digest = manifest.manifest_xxh3_128
-    return ShareVerdict(index, of, tuple(problems), found.bytes_read, digest, _seen(before), began_at)
+    return ShardVerdict(index, of, tuple(problems), found.bytes_read, digest, _seen(before), began_at)
 
 
-def join_shares(directory: Path, shares: list[ShareVerdict], *, cache: Cache | None = None) -> Verdict:
-    """Put together what the readers of all shares found; with no problem, every byte was read and is right."""
+def join_shards(directory: Path, shards: list[ShardVerdict], *, cache: Cache | None = None) -> Verdict:
+    """Put together what the readers of all shards found; with no problem, every byte was read and is right."""
     look = look_at(directory)
-    problems = list(dict.fromkeys([*look.problems, *(problem for share in shares for problem in share.problems)]))
-    bytes_read = sum(share.bytes_read for share in shares)
+    problems = list(dict.fromkeys([*look.problems, *(problem for shard in shards for problem in shard.problems)]))
+    bytes_read = sum(shard.bytes_read for shard in shards)
     manifest = look.manifest
     if manifest is not None:
-        if any(share.manifest != manifest.manifest_xxh3_128 for share in shares):
+        if any(shard.manifest != manifest.manifest_xxh3_128 for shard in shards):
             problems.append(f"{directory}: the readers did not see the same manifest as there is now")
-        whole = [(index, len(shares)) for index in range(len(shares))]
+        whole = [(index, len(shards)) for index in range(len(shards))]
         expected = sum(entry.bytes for entry in manifest.files.values())
-        if not problems and (sorted((s.index, s.of) for s in shares) != whole or bytes_read != expected):
-            problems.append(f"{directory}: {bytes_read} of {expected} bytes were read: a share is missing")
-        if cache is not None and not problems and _saw_these_files(look, shares):
-            began_at = min(share.began_at for share in shares)
+        if not problems and (sorted((s.index, s.of) for s in shards) != whole or bytes_read != expected):
+            problems.append(f"{directory}: {bytes_read} of {expected} bytes were read: a shard is missing")
+        if cache is not None and not problems and _saw_these_files(look, shards):
+            began_at = min(shard.began_at for shard in shards)
             cache.remember(manifest.manifest_xxh3_128, look.facts(), read_at=began_at)
     return Verdict(directory, tuple(problems), bytes_read)
 
 
-def names_of_share(manifest: Manifest, index: int, of: int) -> tuple[str, ...]:
-    """Return the files that a share has bytes of."""
+def names_of_shard(manifest: Manifest, index: int, of: int) -> tuple[str, ...]:
+    """Return the files that a shard has bytes of."""
     tasks = share_of(tasks_of(manifest.files, list(manifest.files)), index, of)
     return tuple(dict.fromkeys(task.name for task in tasks))
 
@@ -344,13 +344,13 @@ def _facts_of(directory: Path, files: dict[str, FileEntry], names: list[str]) ->
     return facts, problems
 
 
-def _saw_these_files(look: Look, shares: list[ShareVerdict]) -> bool:
+def _saw_these_files(look: Look, shards: list[ShardVerdict]) -> bool:
     """Whether each reader saw the files that are there now, by inode, size and times."""
     assert look.manifest is not None
     facts = look.facts()
     return all(
-        share.seen == _seen({name: facts[name] for name in names_of_share(look.manifest, share.index, share.of)})
-        for share in shares
+        shard.seen == _seen({name: facts[name] for name in names_of_shard(look.manifest, shard.index, shard.of)})
+        for shard in shards
     )
 
 

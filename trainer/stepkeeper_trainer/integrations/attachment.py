@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import ending, groups
-from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Wish
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.requests import Requests, owner
 from stepkeeper_trainer.environment import find_place, read_environment
 from stepkeeper_trainer.errors import StepkeeperError
@@ -111,7 +111,7 @@ class Attachment:
         self._requests = Requests(self._link, signals=supervised or environment.epoch is not None)
         self.open = True
         named.resumed(training.step or None)
-        self._agreement.issue(self._wish(self._requests))
+        self._agreement.issue(self._proposal(self._requests))
         say("attached", framework=training.version, step=training.step)
 
     # --- what a framework's callback calls, on all ranks in the same order --------------------------
@@ -166,7 +166,7 @@ class Attachment:
         return self.open and self._requests is not None and self._requests.stop_agreed
 
     def saving(self) -> None:
-        """Say that the framework begins a save of the step at hand, whoever wanted it."""
+        """Say that the framework begins a save of the step at hand, whether it or Stepkeeper wanted it."""
         self._guarded(self._say_saving, None)
 
     def saved_to(self, directory: str, *, step: int | None = None, last: bool = False) -> None:
@@ -222,7 +222,7 @@ class Attachment:
         self.open = False
         warn("attachment_withdrawn", framework=self.training.version, why=why)
         with suppress(Exception):  # the group has failed: the others learn it from the same failure
-            self._agreement.leave(Wish(broken=True))
+            self._agreement.leave(Proposal(broken=True))
         if self._requests is not None:
             self._requests.close()
         if self._reporter is not None:
@@ -253,7 +253,9 @@ class Attachment:
         self._link.flush()
         requests.hear()
         if not requests.stop_agreed:
-            agreed = self._agreement.read(self._wish(requests), within_s=EVALUATION_WITHIN_S if evaluation else None)
+            agreed = self._agreement.read(
+                self._proposal(requests), within_s=EVALUATION_WITHIN_S if evaluation else None
+            )
             if agreed.broken:
                 self.withdraw("the attachment of another rank has withdrawn")
                 return Asked.NOTHING
@@ -270,10 +272,10 @@ class Attachment:
     def _issue(self, call: Call) -> None:
         assert self._requests is not None, "an open attachment has joined"
         self._confirming, self._to_confirm = self._to_confirm, None
-        self._agreement.issue(self._wish(self._requests), call)
+        self._agreement.issue(self._proposal(self._requests), call)
 
-    def _wish(self, requests: Requests) -> Wish:
-        return requests.wish(Wish())
+    def _proposal(self, requests: Requests) -> Proposal:
+        return requests.propose(Proposal())
 
     def _ask_all(self, why: str) -> str:
         (unable,) = self._agreement.settle(Call.SAVE, [bool(why)], within_s=EVALUATION_WITHIN_S)

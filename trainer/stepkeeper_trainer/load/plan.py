@@ -63,7 +63,7 @@ class Source:
         os.close(self._descriptor)
 
     def peek(self, at: int, count: int) -> bytes:
-        """Read bytes unchecked: whoever uses them compares them with the checked ones."""
+        """Read bytes unchecked: the caller compares them with the checked ones."""
         try:
             return os.pread(self._descriptor, count, at)
         except OSError as error:

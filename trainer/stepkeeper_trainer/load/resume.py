@@ -21,7 +21,7 @@ from stepkeeper_trainer.formats.steps import (
     newest_verified,
     read_manifest,
 )
-from stepkeeper_trainer.formats.verify import join_shares, known_right, verify_share
+from stepkeeper_trainer.formats.verify import join_shards, known_right, verify_shard
 from stepkeeper_trainer.load import Limits
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load
@@ -190,18 +190,16 @@ def _is_training_step(reader: CheckedReader, directory: Path) -> bool:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
-def choose_limits(environment: float | None, wanted: float | None, *, ranks: int) -> Limits:
+def choose_limits(gib: float | None, *, ranks: int) -> Limits:
     """Return what loading may take on one of so many ranks of a node.
 
     Args:
-        environment: GiB of the node, as the run was given it; it counts first.
-        wanted: GiB of the node, as the script says.
+        gib: of the node, as the script says.
         ranks: on this node.
 
     Raises:
         UsageError: it is no size.
     """
-    gib = environment if environment is not None else wanted
     if gib is None:
         return Limits()
     if not 0 < gib < math.inf:
@@ -210,7 +208,7 @@ def choose_limits(environment: float | None, wanted: float | None, *, ranks: int
 
 
 def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_size: int) -> str | None:
-    """Choose the newest step directory that is whole; all ranks read a share of its bytes."""
+    """Choose the newest step directory that is whole; all ranks read a shard of its bytes."""
     if agreement.group is None:
         choice = newest_verified(checkpoints)
         for passed, problems in choice.skipped:
@@ -231,10 +229,10 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
             continue
         wrong: tuple[str, ...] = ()
         if needs_reading:
-            own = verify_share(path, rank, world_size)
-            shares = groups.gather(own, agreement.group)
-            if shares is not None:
-                wrong = join_shares(path, shares, cache=cache).problems
+            own = verify_shard(path, rank, world_size)
+            shards = groups.gather(own, agreement.group)
+            if shards is not None:
+                wrong = join_shards(path, shards, cache=cache).problems
         if step is not None and wrong:
             skipped.append((step, wrong))
             _say_skipped(step, wrong)

@@ -236,7 +236,7 @@ class Records:
         if loss is not None:
             self._counters.history.append((step.step, loss))
             if self.replay is not None:
-                self.replay.heard(step.step, loss)
+                self.replay.observe(step.step, loss)
         lr, grad_norm = step.lr.read(), step.grad_norm.read()
         self._metrics.row(step.step, loss, step.tokens, lr, grad_norm, at=step.at)
         if self._trackers is not None:

@@ -51,7 +51,7 @@ class Replay:
         self._steps, self._first = 0, 0
         self._worst: tuple[float, int, float, float] | None = None  # how far, step, then, now
 
-    def heard(self, step: int, loss: float) -> None:
+    def observe(self, step: int, loss: float) -> None:
         """Take in the loss of a step."""
         if not self._recorded:
             return

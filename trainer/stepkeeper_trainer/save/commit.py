@@ -65,7 +65,7 @@ class CommittedStep:
 
 
 class Listener(Protocol):
-    """Whoever wants to know."""
+    """A function or object that is called at each commit."""
 
     def committed(self, step: CommittedStep, /) -> object:
         """Take note of a commit.  Returns soon."""

@@ -11,6 +11,7 @@ import pickle
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from stepkeeper_trainer.save.dcp_values import VALUES_NAME, Values
 from stepkeeper_trainer.save.replicas import compare
 from stepkeeper_trainer.save.report import GivenUp, RankReport, decode_items, gather
 from stepkeeper_trainer.save.save import conditions, versions
-from stepkeeper_trainer.save.writer import HashingFile, read_back
+from stepkeeper_trainer.save.writer import HashingFile, in_threads, read_back
 from stepkeeper_trainer.tiers.search import ANCESTORS, ANCESTORS_MAX
 
 if TYPE_CHECKING:
@@ -95,11 +96,13 @@ class Completer:
         if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
             names = ", ".join(name for drift in drifts for name in drift.names)
             raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
-        own: dict[str, FileEntry] = {}  # that only rank 0 writes
+        small: dict[str, bytes] = {}  # only rank 0 writes them: beside each other, so that one fsync counts
         if values is not None and values.data:
-            own[VALUES_NAME] = self._write_own(save, VALUES_NAME, values.data)
+            small[VALUES_NAME] = values.data
             reports.append(RankReport(rank=0, save_id=save.save_id, items=values.items))
-        own[METADATA_NAME] = self._write_own(save, METADATA_NAME, self._description.of(save.save_id, share, reports))
+        small[METADATA_NAME] = self._description.of(save.save_id, share, reports)
+        written = in_threads([partial(self._write_own, save, name, data) for name, data in small.items()])
+        own = dict(zip(small, written, strict=True))
         files = {name: entry for report in reports for name, entry in report.files.items()} | own
         summary = save.summary
         manifest = Manifest(

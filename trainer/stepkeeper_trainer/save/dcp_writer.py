@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.environment import Environment
     from stepkeeper_trainer.formats.manifest import FileEntry
 
-TOLD_WITHIN_S = 1.0  # that a commit may take to go out to the watcher
+REPORTED_WITHIN_S = 1.0  # that a commit may take to go out to the watcher
 COMPLETE_WITHIN_S = 600.0  # from the last rank's word to the commit: shared storage may show reports late
 PARTS_MAX = 100  # names in a manifest
 
@@ -235,7 +235,7 @@ class StepkeeperWriter(StorageWriter):
         )
         upload = Upload(step=self._step, save_id=place.save_id, directory=place.directory, files={}, is_local=False)
         completer.complete(save, Share((), Replicas(()), metadata), lambda _ranks: None, upload)
-        link.flush(TOLD_WITHIN_S)
+        link.flush(REPORTED_WITHIN_S)
 
     def _hold(self) -> Commits:
         """Make and hold the run directory: once a process, however many writers it makes."""

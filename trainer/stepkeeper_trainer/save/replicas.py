@@ -1,12 +1,8 @@
-"""Copies of one tensor on several ranks must be equal: where they are not, a device computes wrongly.
+"""Copies of one tensor on several ranks are compared by hash: where they differ, one save of each is needed.
 
-Each rank hashes what others hold too (see `comparing`); the hashes travel with its report, and rank 0 compares them.
-They are folded into so many buckets a group of ranks that a report stays small.
-
-Hashes of tensors where they are: what only has to be compared with other ranks' copies need not be staged.
-
-In the host's memory that reads once, where a copy reads and writes.  On a GPU the device hashes, in the order of its
-stream, and one number a row comes to the host.
+Each rank hashes what others hold too; the hashes travel with its report, folded into so many buckets a group of ranks
+that a report stays small, and rank 0 compares them.  Tensors are hashed where they are: what is only compared need not
+be staged.  A GPU hashes in the order of its stream, and one number a row comes to the host.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""One save: what it is of, where it goes, and how it ended.
+"""One save: what it is of, its phases, the thread that does it, and what is said and given back when it fails.
 
-The thread of the saves: one job after the other, in the order in which they were given.
-
-Saves that come to nothing, or to no end: who is told, and what is given back.
-
-What the losses depend on besides the state: recorded in the manifest, compared at resume.
+`Save` is the record, `Phase` its machine, `Worker` the thread in which all saves of a rank are done, in their order.
+`Failing` tells of a save that fails or hangs.  `conditions` are what the losses depend on besides the state.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stepkeeper_trainer.coordinate.agreement import Wish
+from stepkeeper_trainer.coordinate.agreement import Proposal
 from stepkeeper_trainer.coordinate.ending import Ended
 from stepkeeper_trainer.errors import DividedError, DriftError, SaveError, UnequalError
 from stepkeeper_trainer.formats.messages import SaveStarted, shorten
@@ -157,11 +157,11 @@ class Saver:
         """Whether saves need another group: a rank was away for longer than the last save could wait."""
         return self._planner.broken
 
-    def wish(self, *, held: bool) -> Wish:
+    def propose(self, *, held: bool) -> Proposal:
         """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
         # asked first: what came of a save, or of a comparison, is known once it is over
         busy = self.busy or self._prepares_long or self.compares
-        return Wish(
+        return Proposal(
             busy=busy,
             failed_save=self.failed_save,
             sequence=self.sequence,
@@ -201,7 +201,7 @@ class Saver:
         self._planner.renew(group)
         say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
-    def hear(self, agreed: Wish) -> None:
+    def hear(self, agreed: Proposal) -> None:
         """Take note of what all ranks have said of their saves."""
         self.hear_failure(agreed.failed_save)
         self.hear_committed(agreed.committed)

@@ -1,11 +1,8 @@
 """The bytes of a save: each file is written once, hashed as it is written, and durable before it is reported.
 
-Files are written beside each other by threads of their own; an error of any of them is an error of the
-save.
-
-Reading back what a save has written, from the disk, before the save counts: each rank its own files.
-
-Storage that says "durable" and has other bytes is found while the state is still in memory and older steps are there.
+Files are written beside each other by threads of their own; an error of any of them is an error of the save.  Where the
+save asks for it, each rank reads its own files back from the disk: storage that says "durable" and has other bytes is
+found while the state is still in memory and older steps are there.
 """
 
 from __future__ import annotations

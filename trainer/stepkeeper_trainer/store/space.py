@@ -5,7 +5,7 @@ system answers none.  Needs no torch.
 
 Quotas are those of the user, of the group that files get in a directory, and of the directory's project.  The kernel
 tells a project's quota to root only.  Nobody else misses it: ext4 and XFS give the project's room as that of the file
-system, to whoever asks for that in a directory whose project is inherited.
+system, to any account that asks in a directory whose project is inherited.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def push_files(
 ) -> Pushed:
     """Copy the files that `source` has, without a commit: each node does so with its own share of a step.
 
-    Whoever knows that all are there commits (`target.staging(held).commit()`).  Raises as `copy_step`.
+    The caller that knows that all are there commits (`target.staging(held).commit()`).  Raises as `copy_step`.
     """
     chosen = held.manifest.files if files is None else files
     return push(source, held, target.staging(held), chosen, pace=pace, should_stop=should_stop)
@@ -148,7 +148,7 @@ class _Push:
 
 
 BURST_S = 1.0  # of idle time that may be made up for
-LIFTED_WITHIN_S = 0.2  # whoever waits goes on so soon after the limit is lifted
+LIFTED_WITHIN_S = 0.2  # a copy that waits goes on so soon after the limit is lifted
 
 
 class Pace:

@@ -324,7 +324,7 @@ class Keeping:
 
 
 class Refusals:
-    """Tells of connections that were refused, at most once in a while: whoever reaches the port can make thousands."""
+    """Reports connections that were refused, rarely: any process that reaches the port can make thousands."""
 
     def __init__(self) -> None:
         """Nothing was told yet."""

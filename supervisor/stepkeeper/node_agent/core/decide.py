@@ -79,7 +79,7 @@ def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
         return Decision(state, effects)
     why = ""
     if policy.mode is Mode.OBSERVE:
-        drain = replace(drain, counted=True)  # whoever only observes takes nothing back
+        drain = replace(drain, counted=True)  # an agent that only observes takes nothing back
     if drain.boot_id != state.boot_id and drain.repair is not Repair.REBOOT:
         drain = replace(drain, repair=Repair.REBOOT, passed=False)
         why = "the node was rebooted: its drain stays until the checks pass"

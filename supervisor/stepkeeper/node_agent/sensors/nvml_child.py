@@ -57,7 +57,7 @@ FUNCTION_NOT_FOUND = 13
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
 RECOVERY_RESET = 1  # what field 230 would say then, and this GPU cannot be asked
-UNTOLD = (NOT_SUPPORTED, FUNCTION_NOT_FOUND)
+UNSUPPORTED = (NOT_SUPPORTED, FUNCTION_NOT_FOUND)
 
 EVENT_WORDS = {
     EVENT_DOUBLE_BIT_ECC: "uncorrectable ECC error",
@@ -202,7 +202,7 @@ def _device(lane: Lane, index: int) -> Device:
         try:
             names[key] = _text(lane.call(function, handle, of=address))
         except pynvml.NVMLError as error:
-            if error.value not in UNTOLD:
+            if error.value not in UNSUPPORTED:
                 raise
     return Device(handle, Gpu(index=index, pci=address, **names))
 
@@ -253,7 +253,7 @@ def _ask(
     try:
         return question(lane, device)
     except pynvml.NVMLError as error:
-        if error.value in UNTOLD:
+        if error.value in UNSUPPORTED:
             return {}
         errors.append(f"{question.__name__.strip('_')}: {error}")
         if error.value == GPU_IS_LOST:

@@ -21,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: int = 256
     connections_per_uid_max: int = 32
     backlog: int = 4096
-    accepts_per_s: float = 10_000.0  # of all: whoever waits behind one who connects without end is served soon
+    accepts_per_s: float = 10_000.0  # of all: a caller behind one that connects without end is served soon
     accepts_burst: float = 1000.0
     accepts_per_uid_per_s: float = 20.0
     accepts_per_uid_burst: float = 64.0

@@ -89,7 +89,7 @@ class Questions:
         try:
             while (item := self._queue.get()) is not None:
                 self._answer(*item)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever watches over the socket
+        except BaseException as error:  # noqa: BLE001 - handed to the server that owns the socket
             self._on_failure(error)
 
     def _answer(self, job_id: int, uid: int, answered: Callable[[Answer], None]) -> None:

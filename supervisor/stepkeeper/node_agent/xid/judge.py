@@ -118,7 +118,7 @@ def judge_xid_event(
 
 
 def lost(catalogue: Catalogue, why: str) -> Decoded:
-    """Return what a GPU that is gone asks for: whoever says it, the same as XID 79."""
+    """Return what a GPU that is gone asks for: the same as XID 79, from whichever sensor it comes."""
     row = catalogue.rows[OFF_THE_BUS]
     return Decoded(action=row.action, why=why, certain=True, domain=row.domain)
 

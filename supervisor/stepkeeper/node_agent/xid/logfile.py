@@ -9,7 +9,7 @@ Known beginnings, each anchored, each exactly as the program writes it:
     Nov 22 18:29:55 host kernel: [ 12.345678] text                            syslog, journalctl
     2024-08-30T11:43:09.123456+00:00 host kernel: text
 
-A file is weaker evidence than /dev/kmsg: whoever may write to syslog under the name `kernel` can put a line there, and
+A file is weaker evidence than /dev/kmsg: an account that may write to syslog as `kernel` can put a line there, and
 a record that holds a line feed becomes several lines.  Only what this host reads from /dev/kmsg leads to a drain.
 """
 

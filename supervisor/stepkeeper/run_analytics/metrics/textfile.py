@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from stepkeeper import __version__
+from stepkeeper.config.rank_settings import parse_metrics_port
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_analytics.metrics import declared
@@ -103,10 +104,11 @@ def exported(
         if settings.metrics_port is not None:
             from stepkeeper.run_analytics.metrics.port import Port  # noqa: PLC0415 - only who serves pays for http.server
 
+            address, number = parse_metrics_port(settings.metrics_port)
             try:
-                port = Port(settings.metrics_address, settings.metrics_port, render)
+                port = Port(address, number, render)
                 closing.callback(port.close)
-                log.info("metrics_served", address=settings.metrics_address, port=port.number)
-            except (OSError, OverflowError) as error:
-                log.warning("metrics_not_served", address=settings.metrics_address, error=str(error))
+                log.info("metrics_served", address=address, port=port.number)
+            except OSError as error:
+                log.warning("metrics_not_served", address=address, error=str(error))
         yield

@@ -21,7 +21,7 @@ from stepkeeper.run_analytics.model import SECOND, Use, micro
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import page as report_page
 from stepkeeper.run_analytics.report.page import About, page
-from stepkeeper.run_analytics.timeline import Standing, Timeline
+from stepkeeper.run_analytics.timeline import RunState, Timeline
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats.durable import write_atomically
 
@@ -38,7 +38,7 @@ def write(arguments: argparse.Namespace) -> int:
     run = find.find(arguments.run, os.environ)
     now = time.time()
     seen = reading.see(run, now=now)
-    if seen.standing is Standing.EMPTY:
+    if seen.run_state is RunState.EMPTY:
         raise StepkeeperError(
             f"{run.journal}: tells nothing: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
         )
@@ -63,7 +63,7 @@ def document(seen: Timeline, path: str = "", ran: Sequence[Started] = ()) -> dic
     """Return the figures for programs.  Times are seconds, instants Unix seconds."""
     accounts = seen.accounts
     return {
-        "standing": seen.standing.value,
+        "standing": seen.run_state.value,
         "began": seen.began / SECOND,
         "until": seen.until / SECOND,
         "step": seen.step,

@@ -165,7 +165,7 @@ def _ago(since: float, now: float) -> str:
 
 
 def _decisions(seen: Glance) -> str:
-    shown = seen.told[-DECISIONS_MAX:]
+    shown = seen.decisions[-DECISIONS_MAX:]
     rows = [
         (
             when(round(record.event.at * 1e6)),

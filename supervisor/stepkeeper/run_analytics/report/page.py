@@ -31,7 +31,7 @@ from stepkeeper.run_analytics.report.lanes import (
     when,
     zone,
 )
-from stepkeeper.run_analytics.timeline import Standing, Timeline
+from stepkeeper.run_analytics.timeline import RunState, Timeline
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
 # How to go on with a run that does not do so by itself: what to mend, and what to type.
@@ -50,12 +50,12 @@ class Advice(msgspec.Struct, frozen=True):
 def advice(seen: Timeline, path: str) -> list[Advice]:
     """Return what to do, in its order; nothing where the run goes on, or is finished."""
     job = seen.attempts[-1].job_id if seen.attempts else 0
-    if seen.standing is Standing.SILENT:
+    if seen.run_state is RunState.SILENT:
         return [
             Advice("See whether the job is there, or suspended:", f"squeue --jobs={job}"),
             _again(seen, path),
         ]
-    if seen.standing is not Standing.ENDED:
+    if seen.run_state is not RunState.ENDED:
         return []
     return [*_mend(seen, path), _again(seen, path)]
 
@@ -95,12 +95,12 @@ LIVE_SCRIPT = "live.js"  # asks for what has changed
 NORMAL = {COMMITTED, VERIFIED}
 _STATE_CLASSES = {COMMITTED: "committed"}  # of CSS, where the word itself is none
 _WORDS = {
-    Standing.RUNNING: "It is running.",
-    Standing.WAITING: "It was requeued, and waits for nodes.",
-    Standing.SILENT: "It has not ended, and writes nothing any more.",
-    Standing.FINISHED: "The training is finished.",
-    Standing.ENDED: "It ended without a word.",
-    Standing.EMPTY: "No supervisor has worked on it yet.",
+    RunState.RUNNING: "It is running.",
+    RunState.WAITING: "It was requeued, and waits for nodes.",
+    RunState.SILENT: "It has not ended, and writes nothing any more.",
+    RunState.FINISHED: "The training is finished.",
+    RunState.ENDED: "It ended without a word.",
+    RunState.EMPTY: "No supervisor has worked on it yet.",
 }
 
 
@@ -181,7 +181,7 @@ def _headline(seen: Timeline, about: About) -> str:
     ]
     span = f"{instant(seen.began)} to {instant(seen.until)}" if seen.spans else ""
     return (
-        f"<header><h1>{text(about.name)} <em class=s-{seen.standing.value}>{seen.standing.value}</em></h1>"
+        f"<header><h1>{text(about.name)} <em class=s-{seen.run_state.value}>{seen.run_state.value}</em></h1>"
         f"<p>{text(_sentence(seen))} <span class=quiet>{span}</span></p></header>{cards(facts)}"
     )
 
@@ -212,8 +212,8 @@ def cards(facts: Sequence[tuple[str, str, str]]) -> str:
 
 def _sentence(seen: Timeline) -> str:
     """Say in one short sentence how it stands; the whole reason stands below, with what to do."""
-    if seen.standing is not Standing.ENDED or seen.exit_code is None:
-        return _WORDS[seen.standing]
+    if seen.run_state is not RunState.ENDED or seen.exit_code is None:
+        return _WORDS[seen.run_state]
     meaning = next((each.meaning for each in ExitCode if each == seen.exit_code), "it ended")
     short = meaning.partition(":")[0].partition(";")[0]
     return f"{short[0].upper()}{short[1:]} (exit code {seen.exit_code})."

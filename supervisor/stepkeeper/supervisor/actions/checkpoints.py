@@ -24,7 +24,7 @@ from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Verdict, names_of_share, unread, verify
+from stepkeeper_trainer.formats.verify import Verdict, names_of_shard, unread, verify
 from stepkeeper_trainer.store import space
 
 PROBLEM_CHARACTERS_MAX = 500
@@ -47,11 +47,11 @@ class Writers:
         place = int(match[1]) // self._ranks_per_node if match else len(self._nodes)
         return self._nodes[place] if place < len(self._nodes) else None
 
-    def of_shares(self, manifest: Manifest, of: int) -> Mapping[int, frozenset[str]]:
-        """Return for each share the nodes that wrote what is in it."""
+    def of_shards(self, manifest: Manifest, of: int) -> Mapping[int, frozenset[str]]:
+        """Return for each shard the nodes that wrote what is in it."""
         found = {}
         for index in range(of):
-            nodes = {self.node(name) for name in names_of_share(manifest, index, of)}
+            nodes = {self.node(name) for name in names_of_shard(manifest, index, of)}
             found[index] = frozenset(node for node in nodes if node is not None)
         return found
 
@@ -83,10 +83,10 @@ class Verification:
         if not looked.ok:
             return looked
         size, left = unread(directory, cache or Cache(directory.parent, knows=False))
-        of = self._pool.limits.count_shares(size, self._pool.size)
+        of = self._pool.limits.count_shards(size, self._pool.size)
         if of > 1 and left > size // self._pool.size:  # else it is less to read alone what is not known yet
             try:
-                avoid = writers.of_shares(read_manifest(directory), of) if writers else {}
+                avoid = writers.of_shards(read_manifest(directory), of) if writers else {}
             except (OSError, ManifestError) as error:
                 return Verdict(directory, (str(error),), 0)
             wanted = Wanted(directory=directory, of=of, from_disk=from_disk, avoid=avoid)

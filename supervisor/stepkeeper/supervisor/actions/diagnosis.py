@@ -18,8 +18,8 @@ from stepkeeper.supervisor.sources.process import Inbox, Part
 
 TEXT_CHARACTERS_MAX = 300
 READING_SHARE = 0.25  # of the time for a verdict: other logs than the first ones wait no relaunch longer
-HEARD_MAX = 4096  # events of one launch: exits of so many ranks, and what nodes and Slurm said besides
-_HEARD = (
+EVENTS_MAX = 4096  # events of one launch: exits of so many ranks, and what nodes and Slurm said besides
+_EVIDENCE = (
     on.RankExited,
     on.NodeFaulted,
     on.WatcherReady,
@@ -36,12 +36,12 @@ class EvidenceBuffer:
     def __init__(self, attempt: int, restarts: int) -> None:
         self._attempt = attempt
         self._restarts = restarts
-        self._events: deque[on.Event] = deque(maxlen=HEARD_MAX)
+        self._events: deque[on.Event] = deque(maxlen=EVENTS_MAX)
         self._killed_at: float | None = None
 
     def add(self, event: on.Event, effects: Sequence[do.Effect]) -> None:
         """Take in an event and what was ordered because of it."""
-        if isinstance(event, _HEARD):
+        if isinstance(event, _EVIDENCE):
             self._events.append(event)
         for effect in effects:
             if isinstance(effect, do.StartLaunch):

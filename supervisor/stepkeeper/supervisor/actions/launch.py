@@ -59,7 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     attempt: int
     socket: str  # with %N for the node
-    told: dict[str, str] = {}  # further variables for the ranks: those of tiers
+    variables: dict[str, str] = {}  # further variables for the ranks: those of tiers
     starts_ranks: bool = False  # CMD is a script in which a launcher stands
     resume_argument: bool | None = None  # appended on a resume, where CMD does not say where it goes; None: if it may
     takes_resume: bool = False  # the script declares the option
@@ -165,7 +165,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         **wandb_run(job, environment),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
-        **job.told,
+        **job.variables,
         **chosen_checkpoint(job, meeting),
         **python_path(job, environment),
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
@@ -174,7 +174,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
 
 def python_path(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """Return what has each Python of the training load our hook, where the run attaches to frameworks."""
-    if hook.VARIABLE not in job.told:
+    if hook.VARIABLE not in job.variables:
         return {}
     own = str(Path(hook.__file__).parent / "site")
     behind = environment.get("PYTHONPATH", "")
@@ -183,7 +183,7 @@ def python_path(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
 
 def chosen_checkpoint(job: Job, meeting: Meeting) -> dict[str, str]:
     """Return what names the framework's checkpoint to a script whose own call names none, where the run attaches."""
-    if hook.VARIABLE not in job.told or job.following is None or meeting.arguments is None:
+    if hook.VARIABLE not in job.variables or job.following is None or meeting.arguments is None:
         return {}
     return {hook.CHECKPOINT_VARIABLE: f"{job.following.framework}:{meeting.resume_from}"}
 

@@ -1,9 +1,9 @@
-"""Who reads which share of a step directory.  Pure: instants are arguments, readers are names of nodes.
+"""Who reads which shard of a step directory.  Pure: instants are arguments, readers are names of nodes.
 
-Readers come and go while it goes on; each takes the next share when it has done one, so a slow one reads less.
+Readers come and go while it goes on; each takes the next shard when it has done one, so a slow one reads less.
 Where nothing is left to begin, an idle reader also reads what another has stalled on, is slow with, or was lost
 with: the first answer counts.  What one reader finds wrong is read by another one too, for it may be the reader
-that cannot read: a share is damaged when two say so, or when there is nobody else.
+that cannot read: a shard is damaged when two say so, or when there is nobody else.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from stepkeeper_trainer.formats.verify import ShareVerdict
+from stepkeeper_trainer.formats.verify import ShardVerdict
 
 STALLED_S = 10.0  # without a byte: somebody else may try
-PATIENCE_MIN_S = 5.0  # a share is not slow before this
-SLOW = 2.0  # times as long as the median of the shares that are done
-AT_MOST = 2  # readers of one share
+PATIENCE_MIN_S = 5.0  # a shard is not slow before this
+SLOW = 2.0  # times as long as the median of the shards that are done
+AT_MOST = 2  # readers of one shard
 
 
 class _Reading(msgspec.Struct, kw_only=True):
@@ -31,17 +31,17 @@ class _Reading(msgspec.Struct, kw_only=True):
 
 
 class Shards:
-    """The shares of one step directory."""
+    """The shards of one step directory."""
 
     def __init__(self, of: int, *, avoid: Mapping[int, Collection[str]] | None = None) -> None:
         """Nobody reads yet.
 
         Args:
-            of: how many shares there are.
-            avoid: readers that should not read a share while there is another one: they wrote it.
+            of: how many shards there are.
+            avoid: readers that should not read a shard while there is another one: they wrote it.
         """
         self.of = of
-        self.found: dict[int, ShareVerdict] = {}
+        self.found: dict[int, ShardVerdict] = {}
         self.readers: set[str] = set()  # that are here
         self.took_part: set[str] = set()
         self.mistaken: set[str] = set()  # readers who found wrong what another one found right
@@ -49,7 +49,7 @@ class Shards:
         self._waiting = list(range(of))
         self._busy: dict[str, _Reading] = {}
         self._took_s: list[float] = []
-        self._doubted: dict[int, tuple[str, ShareVerdict]] = {}  # found wrong by one reader so far
+        self._doubted: dict[int, tuple[str, ShardVerdict]] = {}  # found wrong by one reader so far
 
     @property
     def over(self) -> bool:
@@ -58,7 +58,7 @@ class Shards:
 
     @property
     def damaged(self) -> bool:
-        """Whether a share has a problem."""
+        """Whether a shard has a problem."""
         return any(found.problems for found in self.found.values())
 
     def here(self, readers: Collection[str]) -> None:
@@ -76,7 +76,7 @@ class Shards:
         return [other for other, reading in self._busy.items() if other != reader and reading.index == index]
 
     def next_for(self, reader: str, now: float) -> int | None:
-        """Return the share that an idle reader should begin, and note that it does."""
+        """Return the shard that an idle reader should begin, and note that it does."""
         if self.over or reader in self._busy or reader not in self.readers:
             return None
         index = next((index for index in self._waiting if self._may(reader, index)), None)
@@ -95,7 +95,7 @@ class Shards:
         return reader not in avoid or self.readers <= avoid
 
     def _late(self, reader: str, now: float) -> int | None:
-        """Return a share that another reader has trouble with."""
+        """Return a shard that another reader has trouble with."""
         patience_s = max(PATIENCE_MIN_S, SLOW * statistics.median(self._took_s)) if self._took_s else None
         candidates = sorted(self._busy.values(), key=lambda reading: reading.since)
         for reading in candidates:
@@ -108,13 +108,13 @@ class Shards:
         return None
 
     def receive(self, reader: str, index: int, count: int, now: float) -> None:
-        """Note how many bytes of its share a reader has read."""
+        """Note how many bytes of its shard a reader has read."""
         reading = self._busy.get(reader)
         if reading is not None and reading.index == index and count > reading.bytes:
             reading.bytes, reading.moved_at = count, now
 
-    def done(self, reader: str, found: ShareVerdict, now: float) -> None:
-        """Take an answer, the first for each share; a reader that is lost meanwhile has read it all the same."""
+    def done(self, reader: str, found: ShardVerdict, now: float) -> None:
+        """Take an answer, the first for each shard; a reader that is lost meanwhile has read it all the same."""
         reading = self._busy.get(reader)
         if reading is not None and reading.index == found.index:
             del self._busy[reader]

@@ -20,7 +20,7 @@ from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.watcher import messages as lines
 from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import ShareVerdict, Verdict, join_shares, verify_share
+from stepkeeper_trainer.formats.verify import ShardVerdict, Verdict, join_shards, verify_shard
 
 MIB = 2**20
 READERS_MAX = 32  # more do not make shared storage faster
@@ -53,8 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         mib = min(self.shared_mib_min, self.mib_per_s * ALONE_S) if self.mib_per_s else self.shared_mib_min
         return mib * MIB
 
-    def count_shares(self, size: int, readers: int) -> int:
-        """Return in how many shares so many bytes are read; 1: by the supervisor alone."""
+    def count_shards(self, size: int, readers: int) -> int:
+        """Return in how many shards so many bytes are read; 1: by the supervisor alone."""
         if size < self.shared_min:
             return 1
         share_min = max(1, int(self.shared_min / SHARES_PER_READER))
@@ -62,12 +62,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """One step directory to be read in shares."""
+    """One step directory to be read in shards."""
 
     directory: Path
     of: int
     from_disk: bool = False
-    avoid: Mapping[int, Collection[str]] = {}  # by share: nodes that wrote what is in it
+    avoid: Mapping[int, Collection[str]] = {}  # by shard: nodes that wrote what is in it
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +78,14 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader says of a share."""
+    """What a reader says of a shard."""
 
     reader: str
     number: int
     index: int
     bytes_read: int = 0
     error: str = ""
-    found: ShareVerdict | None = None
+    found: ShardVerdict | None = None
 
 
 class VerifyPool:
@@ -106,7 +106,7 @@ class VerifyPool:
         self.note = note
         self.bus: Bus | None = None
         self._number = 0  # of the newest verification
-        self._reads = 0  # step directories read in shares: each has a number of its own on the bus
+        self._reads = 0  # step directories read in shards: each has a number of its own on the bus
         self._words: queue.SimpleQueue[_Word] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -115,12 +115,12 @@ class VerifyPool:
         """Speak to the watchers of a new bus from now on."""
         self.bus = bus
 
-    def receive(self, message: lines.ShareRead) -> None:
+    def receive(self, message: lines.ShardRead) -> None:
         """Take the message of a watcher."""
         found = None
         if message.done and not message.error:
             more = f" (and {message.problems - 1} more)" if message.problems > 1 else ""
-            found = ShareVerdict(
+            found = ShardVerdict(
                 index=message.index,
                 of=message.of,
                 problems=(f"{message.problem}{more}",) if message.problem else (),
@@ -161,19 +161,19 @@ class VerifyPool:
                 shared.run()
             finally:
                 self._say(lines.ReadNoMore(number=self._reads))
-        shares = shared.shares
-        for node in sorted(shares.mistaken):
-            text = f"could not read a share of {wanted.directory.name} that another node found right"
+        shards = shared.shards
+        for node in sorted(shards.mistaken):
+            text = f"could not read a shard of {wanted.directory.name} that another node found right"
             self.note(node, text)
-        if not shares.over:
+        if not shards.over:
             return None
-        found = [shares.found[index] for index in sorted(shares.found)]
-        if shares.damaged:
-            problems = tuple(problem for share in found for problem in share.problems)
-            verdict = Verdict(wanted.directory, problems, sum(share.bytes_read for share in found))
+        found = [shards.found[index] for index in sorted(shards.found)]
+        if shards.damaged:
+            problems = tuple(problem for shard in found for problem in shard.problems)
+            verdict = Verdict(wanted.directory, problems, sum(shard.bytes_read for shard in found))
         else:
-            verdict = join_shares(wanted.directory, found, cache=cache)
-        return Read(verdict=verdict, readers=tuple(sorted(shares.took_part)))
+            verdict = join_shards(wanted.directory, found, cache=cache)
+        return Read(verdict=verdict, readers=tuple(sorted(shards.took_part)))
 
     # --- for a verification under way -------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class VerifyPool:
         self._words.put(word)
 
     def ask(self, node: str, wanted: Wanted, number: int, index: int) -> None:
-        """Have a watcher read a share."""
+        """Have a watcher read a shard."""
         self._say(
             lines.Read(
                 node=node,
@@ -215,7 +215,7 @@ class VerifyPool:
 
 
 class _Shared:
-    """One verification under way: gives out shares until all of them are found."""
+    """One verification under way: gives out shards until all of them are found."""
 
     def __init__(self, pool: VerifyPool, wanted: Wanted, number: int, is_old: Callable[[], bool]) -> None:
         self._pool = pool
@@ -223,27 +223,27 @@ class _Shared:
         self._number = number
         self._is_old = is_old
         self._over = False
-        self._asked_at: dict[int, float] = {}  # share -> Unix seconds, when it was given out first
-        self.shares = Shards(wanted.of, avoid=wanted.avoid)
+        self._asked_at: dict[int, float] = {}  # shard -> Unix seconds, when it was given out first
+        self.shards = Shards(wanted.of, avoid=wanted.avoid)
 
     def run(self) -> None:
-        pool, shares = self._pool, self.shares
+        pool, shards = self._pool, self.shards
         failed: dict[str, str] = {}  # reader -> why
         bus = pool.bus
         own: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        reader = threading.Thread(target=self._read_own, args=(own,), name="read-own-share", daemon=True)
+        reader = threading.Thread(target=self._read_own, args=(own,), name="read-own-shard", daemon=True)
         reader.start()
         try:
-            while not shares.over and not self._is_old():
+            while not shards.over and not self._is_old():
                 if pool.bus is not bus:  # its watchers know nothing of what the ones before were asked
                     bus = pool.bus
-                    shares.here({pool.own_node})
-                shares.here(pool.readers() - failed.keys())
-                if not shares.readers:
+                    shards.here({pool.own_node})
+                shards.here(pool.readers() - failed.keys())
+                if not shards.readers:
                     raise RuntimeError(f"nobody can read {self._wanted.directory}: {failed}")
                 now = time.monotonic()
-                for node in sorted(shares.readers):
-                    index = shares.next_for(node, now)
+                for node in sorted(shards.readers):
+                    index = shards.next_for(node, now)
                     if index is None:
                         continue
                     self._asked_at.setdefault(index, time.time())
@@ -260,14 +260,14 @@ class _Shared:
         now = time.monotonic()
         if word.error:
             failed[word.reader] = word.error
-            self._pool.note(word.reader, f"cannot read shares of step directories: {word.error}")
-            self.shares.failed(word.reader)
+            self._pool.note(word.reader, f"cannot read shards of step directories: {word.error}")
+            self.shards.failed(word.reader)
         elif word.found is None:
-            self.shares.receive(word.reader, word.index, word.bytes_read, now)
+            self.shards.receive(word.reader, word.index, word.bytes_read, now)
         else:
             # the instant of the asking is by our own clock, and before the reading
             began_at = min(word.found.began_at, self._asked_at.get(word.index, 0.0))
-            self.shares.done(word.reader, dataclasses.replace(word.found, began_at=began_at), now)
+            self.shards.done(word.reader, dataclasses.replace(word.found, began_at=began_at), now)
 
     def _read_own(self, wanted: queue.SimpleQueue[int | None]) -> None:
         node, number = self._pool.own_node, self._number
@@ -281,7 +281,7 @@ class _Shared:
                 on_read=far.add,
             )
             try:
-                found = verify_share(self._wanted.directory, index, self._wanted.of, reading=reading)
+                found = verify_shard(self._wanted.directory, index, self._wanted.of, reading=reading)
             except Exception as error:  # noqa: BLE001 - another reader takes over; with none, the deadline decides
                 self._pool.put(msgspec.structs.replace(far.word, error=repr(error)))
                 continue
@@ -290,7 +290,7 @@ class _Shared:
 
 
 class _Far:
-    """Tells how far our own share is, now and then."""
+    """Tells how far our own shard is, now and then."""
 
     def __init__(self, pool: VerifyPool, word: _Word) -> None:
         self.word = word

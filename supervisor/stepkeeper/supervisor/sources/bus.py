@@ -24,7 +24,7 @@ from stepkeeper_trainer.formats import messages as words
 
 # The watchers' words on what their ranks work for a step, put together: one event for all nodes.
 
-SLOWEST_TOLD = 4  # nodes
+SLOWEST_REPORTED = 4  # nodes
 
 
 class Paces:
@@ -55,7 +55,7 @@ class Paces:
                 step_seconds=statistics.median(each.step_seconds for each in said),
                 own=tuple(sorted((each.node, each.own_seconds) for each in said)),
                 loading=statistics.median_low(each.loading_seconds for each in said),
-                slowest=tuple((each.node, each.rank or 0, each.loading_seconds) for each in slowest[:SLOWEST_TOLD]),
+                slowest=tuple((each.node, each.rank or 0, each.loading_seconds) for each in slowest[:SLOWEST_REPORTED]),
             )
             self._paces = {}
         self._paces[word.node] = word
@@ -89,9 +89,9 @@ class Bus:
         inbox: Inbox,
         attempt: int,
         note: Callable[[str, str], None],
-        on_share: Callable[[lines.ShareRead], None],
+        on_shard: Callable[[lines.ShardRead], None],
         on_stack: Callable[[lines.OfStacks], None] = lambda _: None,
-        on_told: Callable[[lines.Told], None] = lambda _: None,
+        on_stop_signal: Callable[[lines.StopSignalSent], None] = lambda _: None,
         after_s: float = 0.0,
         size: int = 0,
     ) -> None:
@@ -104,9 +104,9 @@ class Bus:
             inbox: where events go.
             attempt: messages of other attempts are not taken for this one's.
             note: called with a node and what its watcher has for the log, on a thread of the bus.
-            on_share: called with what a watcher says of its share of a step directory, on a thread of the bus.
+            on_shard: called with what a watcher says of its shard of a step directory, on a thread of the bus.
             on_stack: called with what a watcher says of its ranks' stacks, on a thread of the bus.
-            on_told: called when ranks of a node got the stop signal, on a thread of the bus.
+            on_stop_signal: called when ranks of a node got the stop signal, on a thread of the bus.
             after_s: a bus that failed is not tried again at once.
             size: nodes of it; 0: not known.
         """
@@ -114,9 +114,9 @@ class Bus:
         self._inbox = inbox
         self._attempt = attempt
         self._note = note
-        self._on_share = on_share
+        self._on_share = on_shard
         self._on_stack = on_stack
-        self._on_told = on_told
+        self._on_stop_signal = on_stop_signal
         self._expected: tuple[int, int] = (-1, 0)  # launch and how many tasks it has
         # launch, and what each rank's wrapper said when it was started
         self._started: tuple[int, dict[int, words.TaskStarted]] = (-1, {})
@@ -128,7 +128,7 @@ class Bus:
         self._late: set[str] = set()  # nodes whose watcher was late at the last look
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
-        self._reads: set[str] = set()  # nodes whose watcher can read shares of step directories
+        self._reads: set[str] = set()  # nodes whose watcher can read shards of step directories
         self._paces = Paces()
         self._output: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error = ""
@@ -161,7 +161,7 @@ class Bus:
             )
 
     def readers(self) -> set[str]:
-        """Return the nodes whose watcher answers and can read shares of step directories."""
+        """Return the nodes whose watcher answers and can read shards of step directories."""
         return self._reads & set(self._peers.copy())
 
     def report_uncleared(self, launch: int) -> None:
@@ -341,12 +341,12 @@ class Bus:
             case lines.Faulted():
                 fields = {name: getattr(message, name) for name in message.__struct_fields__}
                 self._inbox.put(on.NodeFaulted(at=at, **fields))
-            case lines.ShareRead():
+            case lines.ShardRead():
                 self._on_share(message)
             case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
                 self._on_stack(message)
-            case lines.Told():
-                self._on_told(message)
+            case lines.StopSignalSent():
+                self._on_stop_signal(message)
             case lines.Note():
                 self._note(message.node, message.text)
             case lines.Alive():

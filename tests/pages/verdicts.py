@@ -1,19 +1,15 @@
-"""`python -m stepkeeper.diagnosis.page docs/verdicts.md`: write the page that is made from the rules."""
+"""`docs/verdicts.md`: causes and rules, from the rules of the diagnosis."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.diagnosis import planes, rules
 from stepkeeper.diagnosis.causes import Cause, Role
 from stepkeeper.diagnosis.classify import LIKELY
 from stepkeeper.diagnosis.log_lines import LINE_CHARACTERS_MAX
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
+from tests.pages.tables import MADE
 
-MADE = "<!-- Made by `python -m stepkeeper.diagnosis.page docs/verdicts.md` from the rules.  Change them there. -->"
 LEAD = f"""
 `stepkeeper explain RUN` shows why the newest failed launch of a run failed (`--attempt`, `--launch` name another),
 `stepkeeper explain --log FILE ...` what log files say on their own (one a node; `-` is stdin; torch's error files too).
@@ -103,9 +99,10 @@ gives stacks only.
 
 
 LADDER = """
-Failures in the same way (the same cause at the same place) go along a row, `policy.on_CAUSE` in the configuration,
-until a step is verified beyond the one at which they happened; what cannot be done is passed over, and the last action
-holds for all that follow.  Causes without a row go by that of `unknown`.  Besides:
+Failures in the same way (the same cause at the same place) go along the row of their cause (below),
+until a step is verified beyond the one at which they happened.  A node that cannot be left leads to the next action,
+or, where that is `stop`, to a relaunch.  The last action holds for all that follow.  Causes without a row go by that of
+`unknown`.  Besides:
 
 - `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and
   storage are in no budget of the training, nor is what Slurm ended, whether it says so before or after the ranks' end.
@@ -122,17 +119,6 @@ holds for all that follow.  Causes without a row go by that of `unknown`.  Besid
 """
 
 
-def main(argv: list[str]) -> int:
-    """Write the page."""
-    if len(argv) != 2:  # noqa: PLR2004 - the program and the file
-        sys.stderr.write(
-            "stepkeeper.diagnosis.page: name the file: python -m stepkeeper.diagnosis.page docs/verdicts.md\n"
-        )
-        return int(ExitCode.USAGE)
-    Path(argv[1]).write_text(page(), encoding="utf-8")
-    return int(ExitCode.FINISHED)
-
-
 def page() -> str:
     """Return the page."""
     table = rules.load()
@@ -144,7 +130,7 @@ def page() -> str:
     out += ["", "## Training that stands still", "", HANG.strip()]
     out += ["", "## What follows", "", LADDER.strip(), ""]
     rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
-    out += _table(("cause", "first, second, ... failure"), [(f"`{c.value}`", _row(c)) for c in rows])
+    out += _table(("cause", "first, second, ... failure", "setting"), [(f"`{c.value}`", *_row(c)) for c in rows])
     out += ["", "## Rules for logs and error files", "", "The first that matches a line or an exception decides.", ""]
     out += _table(
         ("rule", "cause", "role", "confidence", "plane", "says"),
@@ -170,9 +156,10 @@ def _meaning(meaning: rules.Meaning) -> tuple[str, str, str]:
     return meaning.happened, meaning.todo, "; ".join(f"`{command}`" for command in meaning.confirm)
 
 
-def _row(cause: Cause) -> str:
-    row: str = getattr(Policy(), f"on_{cause.value}")
-    return f"`{row}`"
+def _row(cause: Cause) -> tuple[str, str]:
+    name = f"on_{cause.value}"
+    row: str = getattr(Policy(), name)
+    return f"`{row}`", "none: a constant" if name in Limits.__struct_fields__ else f"`policy.{name}`"
 
 
 def _role(role: Role) -> str:
@@ -182,7 +169,3 @@ def _role(role: Role) -> str:
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     lines = [header, tuple("---" for _ in header), *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -23,16 +23,11 @@ def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
 
 
 def test_the_memory_of_a_node_for_loading_is_shared_by_its_ranks() -> None:
-    told = read_environment(rank_variables(RunSettings(load_memory_gib=2.5)))
-    assert choose_limits(told.load_memory_gib, 8.0, ranks=4).memory_bytes == 640 * 1024**2
-    untold = read_environment(rank_variables(RunSettings()))
-    assert choose_limits(untold.load_memory_gib, 8.0, ranks=4).memory_bytes == 2 * 1024**3
-    assert choose_limits(untold.load_memory_gib, None, ranks=4).memory_bytes == 1024**3, "each rank"
+    assert choose_limits(8.0, ranks=4).memory_bytes == 2 * 1024**3
+    assert choose_limits(None, ranks=4).memory_bytes == 1024**3, "each rank"
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="load_memory_gib"):
-            choose_limits(None, wrong, ranks=1)
-    with pytest.raises(UsageError, match="STEPKEEPER_LOAD_MEMORY_GIB"):
-        read_environment({"STEPKEEPER_LOAD_MEMORY_GIB": "much"})
+            choose_limits(wrong, ranks=1)
 
 
 def test_without_a_setting_the_script_decides() -> None:
@@ -42,7 +37,5 @@ def test_without_a_setting_the_script_decides() -> None:
 
 
 def test_the_variables_are_settings_and_may_come_from_any_place() -> None:
-    read = resolve.read_environment({"STEPKEEPER_LOAD_MEMORY_GIB": "2.5"})
-    assert {key: entry.value for key, entry in read.items()} == {"load_memory_gib": 2.5}
     read = resolve.read_environment({"STEPKEEPER_CHECKPOINT_EVERY": "30 min", "STEPKEEPER_RETENTION": "all"})
     assert {key: entry.value for key, entry in read.items()} == {"checkpoint_every": "30 min", "retention": "all"}

@@ -48,7 +48,7 @@ DECISIONS = {
     ),
     "a node that fails its check: the same": (
         "one_node_is_not_fit: ReleaseNodes > StartLaunch",
-        "growing_back_at_the_next_launch: StartLaunch > CheckNodes > StartLaunch / ReleaseNodes",
+        "scale_up_at_the_next_launch: StartLaunch > CheckNodes > StartLaunch / ReleaseNodes",
     ),
     "an exception, no GPU memory left: once more, then stop": (
         "exception_once_and_again: JudgeLaunch > StartLaunch > JudgeLaunch > NotifyUser > Exit 29 / Requeue",
@@ -64,10 +64,10 @@ DECISIONS = {
         "loss_is_no_number: KillRanks > JudgeLaunch",
         "loss_jumps_and_training_goes_back: KillRanks > JudgeLaunch > RollBack > StartLaunch",
         "replay_differs_and_rolls_back: ReportReplay > KillRanks > StartLaunch > ReportReplay > KillRanks > StopBus",
-        "loss_goes_wrong_and_data_is_left_out: RollBack > StartLaunch leaves out",
+        "loss_goes_wrong_and_data_is_skipped: RollBack > StartLaunch leaves out",
     ),
     "a jump of the loss is told, and ends nothing, by default": (
-        "loss_jumps_and_is_told: / KillRanks",
+        "loss_jumps_and_is_reported: / KillRanks",
         "loss_jumps_after_a_resume: KillRanks > StartLaunch / RollBack",
     ),
     "a hang: stacks, kill, relaunch; again on the same node: without it": (

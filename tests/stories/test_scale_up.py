@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from tests.lab import Lab
 from tests.lab.agents import Agents
@@ -57,11 +56,13 @@ def test_a_node_that_is_fit_again_takes_part_after_the_next_checkpoint(
     }
     good, bad = lab.node_names[:2]
     agents.nvml[bad].count(0)
+    others = lab.submit("sleep 600", sbatch_args=["-N2", f"--exclude={good},{bad}"])  # no other node is idle
+    lab.until(lambda: len(lab.job(others).nodes) == 2, "the job on the other nodes", 60.0)
     training = Training(
         lab,
         name="grows",
         step_seconds=4 * STEP_SECONDS,  # the pause between two looks grows with the time that the start takes
-        run_args=(*AT_A_CHECKPOINT, "--set=policy.unfit_again_s=10"),
+        run_args=(*AT_A_CHECKPOINT, "--set=policy.grow_idle_s=10"),
         sbatch_args=(f"--nodelist={good},{bad}",),
         env=env,
     ).submit()
@@ -69,13 +70,13 @@ def test_a_node_that_is_fit_again_takes_part_after_the_next_checkpoint(
 
     agents.nvml[bad].count(1)
     training.wait_end()
+    lab.cancel(others)
 
     assert training.launches() == [(good,), (good, bad)], training.story()
     assert_alike(training, reference)
     assert steps_done(training) == list(range(1, training.steps + 1))
     assert len(training.events(on.AttemptStarted)) == 1
     assert training.records()[-1].failures == 0
-    assert not [record for record in training.records() if any(isinstance(e, do.AskIdleNodes) for e in record.effects)]
 
 
 def test_nodes_that_were_given_back_return_by_a_requeue_once_others_are_idle(

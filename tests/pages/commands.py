@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepkeeper.cli.main import parser
+from tests.pages.tables import MADE
 
 HEAD = """# Commands
 
@@ -19,16 +20,16 @@ run.  Reading commands take `--json`.  Exit codes are in [exit-codes.md](exit-co
 """
 
 
-def cli_page(made: str) -> str:
+def page() -> str:
     """Return the page."""
     sections = [_section(command, summary) for command, summary in _commands(parser())]
-    return HEAD.format(made=made) + "\n\n".join(sections) + "\n"
+    return HEAD.format(made=MADE) + "\n\n".join(sections) + "\n"
 
 
 def _commands(top: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    for action in top._actions:  # noqa: SLF001 - argparse has no other way to ask
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            summaries = {each.dest: each.help or "" for each in action._choices_actions}  # noqa: SLF001
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            summaries = {each.dest: each.help or "" for each in action._choices_actions}
             for name, below in action.choices.items():
                 yield below, summaries.get(name, "")
                 yield from _commands(below)
@@ -36,14 +37,14 @@ def _commands(top: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentP
 
 def _section(command: argparse.ArgumentParser, summary: str) -> str:
     lines = [f"## {command.prog}", "", _text(command.description or summary, {"prog": command.prog})]
-    rows = [row for action in command._actions if (row := _row(action, command.prog))]  # noqa: SLF001
+    rows = [row for action in command._actions if (row := _row(action, command.prog))]
     if rows:
         lines += ["", "| argument | what it does |", "|---|---|", *rows]
     return "\n".join(lines)
 
 
 def _row(action: argparse.Action, prog: str) -> str:
-    if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):  # noqa: SLF001
+    if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
         return ""
     value = action.metavar or ("" if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) else None)
     if value is None:

@@ -1,11 +1,8 @@
-"""The table of `docs/state-machine.md`, made by running `decide` over sample states and events.  Pure.
-
-python -m stepkeeper.core.table > docs/state-machine.md
-"""
+"""`docs/state-machine.md`: a diagram and a table, made by running `decide` over sample states and events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -34,18 +31,27 @@ from stepkeeper.core.state import (
     Timers,
     Watchers,
 )
+from tests.pages.tables import MADE
 
 AT = 1000.0
 LATE = AT + 1e6
 NODES = ("a", "b")
 STEP = "step_00000901"
 _RESTS = Growth(resting=(Resting(node="c", look_at=AT),), looked_at=("c",), look_until=LATE, failed=(("c", 3),))
-HEADER = """\
+_HEAD = f"""\
 # The state machine
 
-Made by `python -m stepkeeper.core.table`; a test holds it to the code. Each column is a typical state of a
-phase, each cell what `decide` makes of the event there: the next phase where it changes, then the effects
-in their order. A dot: nothing. With other data an event can lead elsewhere: the scenarios in
+{MADE}
+
+## Phases
+
+Each arrow names the events that lead from one phase to the next in the table below.
+"""
+_TABLE = """
+## Events
+
+Each column is a typical state of a phase. Each cell is what `decide` makes of the event there: the next phase where it
+changes, then the effects in their order. A dot: nothing. With other data an event can lead elsewhere: the scenarios in
 `tests/core/scenarios` show those stories, and what `tests/core/test_properties.py` states holds for all.
 """
 
@@ -105,6 +111,7 @@ def _states() -> dict[str, State]:
         launch=replace(stopping.launch, running=False),
         timers=Timers({Timer.WATCHERS_LEAVE: AT + 60}),
     )
+    ending = replace(closing, leaving=replace(closing.leaving, plan=replace(leave, next=Next.END)))
     requeueing = replace(closing, phase=Phase.REQUEUEING, timers=Timers({Timer.REQUEUE_ANSWER: AT + 60}))
     done = replace(requeueing, phase=Phase.DONE, timers=Timers())
     return {
@@ -115,6 +122,7 @@ def _states() -> dict[str, State]:
         "saving": saving,
         "stopping, to launch again": stopping,
         "closing, to requeue": closing,
+        "closing, to end": ending,
         "requeueing": requeueing,
         "done": done,
     }
@@ -202,17 +210,33 @@ def _judged(cause: Cause) -> on.Judged:
     return on.Judged(at=AT, launch=-1, cause=cause, rule="r", confidence=0.9, node="b")
 
 
-def lines() -> Iterator[str]:
-    """Yield the file."""
-    yield HEADER
+def page() -> str:
+    """Return the page."""
     policy = Policy()
     states = _states()
-    yield f"| event | {' | '.join(states)} |"
-    yield "|---" * (len(states) + 1) + "|"
+    edges: dict[tuple[Phase, Phase], dict[str, None]] = {}  # phase before and after -> the kinds of events
+    rows = []
     for name, event in _samples().items():
-        before = [_fitting(state, event) for state in states.values()]
-        yield f"| {name} | {' | '.join(_cell(state, decide(state, event, policy)) for state in before)} |"
-    yield ""
+        cells = []
+        for state in states.values():
+            before = _fitting(state, event)
+            decision = decide(before, event, policy)
+            cells.append(_cell(before, decision))
+            if decision.state.phase is not before.phase:
+                edges.setdefault((before.phase, decision.state.phase), {})[type(event).__name__] = None
+        rows.append([name, *cells])
+    header = f"| {' | '.join(['event', *states])} |\n{'|---' * (len(states) + 1)}|"
+    return "\n".join([_HEAD, *_diagram(edges), _TABLE, header, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
+def _diagram(edges: Mapping[tuple[Phase, Phase], Iterable[str]]) -> Iterator[str]:
+    yield "```mermaid"
+    yield "stateDiagram-v2"
+    yield f"    [*] --> {Phase.STARTING.value}"
+    for (before, after), kinds in edges.items():
+        yield f"    {before.value} --> {after.value}: {', '.join(kinds)}"
+    yield f"    {Phase.DONE.value} --> [*]"
+    yield "```"
 
 
 def _fitting(state: State, event: on.Event) -> State:
@@ -237,7 +261,3 @@ def _cell(before: State, decision: Decision) -> str:
     words = [] if decision.state.phase is before.phase else [f"-> {decision.state.phase.value}"]
     words += [type(effect).__name__ for effect in decision.effects]
     return ", ".join(words) or "."
-
-
-if __name__ == "__main__":
-    print("\n".join(lines()), end="")  # noqa: T201 - the table is the output

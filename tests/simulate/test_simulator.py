@@ -24,7 +24,9 @@ long = pytest.mark.campaign
     "world",
     [
         pytest.param(World(spares=16), id="llama3"),
-        pytest.param(World(nodes=128, spares=2, failures=PRESETS["rsc1"], days=200.0, load_s=600.0), id="rsc1"),
+        pytest.param(
+            World(nodes=128, spares=2, failures=PRESETS["rsc1"], days=200.0, load_s=600.0), id="rsc1", marks=long
+        ),
         pytest.param(World(spares=16, interval_s=600.0), id="every ten minutes", marks=long),
         pytest.param(World(spares=16, interval_s=2 * HOUR, blocked_s=60.0, persist_s=300.0), id="slow", marks=long),
         pytest.param(World(), id="every fault of a node waits in the queue", marks=long),

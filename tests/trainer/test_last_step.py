@@ -104,6 +104,20 @@ def test_an_evaluation_that_draws_and_a_schedule_that_moves_change_nothing() -> 
     assert torch.equal(found["buffer.rows"], torch.zeros(4, dtype=torch.float64))
 
 
+def test_weights_that_are_unfrozen_wait_for_the_next_look_at_the_modules() -> None:
+    """The description of a module says which are trained, and a resume puts that back."""
+    marked = Marked()
+    marked.model[0].requires_grad_(requires_grad=False)
+    marked.last.mark()
+    assert marked.last.take() is None
+    assert "trained" in marked.last.why_not
+
+    marked.state.collect()
+    marked.last.mark()
+
+    assert marked.last.take() is not None
+
+
 def test_a_step_that_begins_is_not_to_be_saved() -> None:
     marked = Marked()
     marked.last.forget()

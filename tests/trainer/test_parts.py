@@ -496,7 +496,7 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
 
         def ask(request_id: int) -> None:
             sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
-            requests.hear()
+            requests.receive()
             requests.agree(Agreement(None, within_s=1.0).read(requests.propose(Proposal())))
 
         ask(4)
@@ -520,7 +520,7 @@ class _Clock:
 def _step(link: Link, requests: Requests) -> bool:
     """Do what a rank does at a boundary; true if it wants to stop."""
     link.send(messages.Progress(rank=0, step=1, tokens=1))
-    requests.hear()
+    requests.receive()
     return requests.propose(Proposal()).want is Want.STOP
 
 
@@ -601,7 +601,7 @@ def test_a_repeated_request_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         for deadline_at in (None, None, 9.0, 9.0):
             request = messages.SaveRequest(request_id=4, stop=True, deadline_at=deadline_at)
             sock.sendto(messages.encode(request), address)
-            requests.hear()
+            requests.receive()
 
     assert [text.split()[0] for text in caplog.messages] == ["request_heard"] * 2, "its deadline was news"
 

@@ -180,7 +180,7 @@ def one_rank_hangs(rank: int, directory: Path) -> int:
         step_until(lambda: rank == 1 and mine.disk.reached.is_set())
         if rank == 1:
             mine.saver.last.limit_at = time.time() + HANGS_S
-        step_until(lambda: rank == 1 and mine.saver.last.told_stuck)
+        step_until(lambda: rank == 1 and mine.saver.last.reported_stuck)
         step_until(lambda: rank == 0 and not mine.saver.busy)
         mine.saver._limit_s = LIMIT_S
         mine.step(4 * EVERY)

@@ -457,7 +457,7 @@ def test_a_committed_step_travels_from_tier_to_tier(
     [held] = local.steps()
     cold = DirectoryTier(tmp_path / "cold")
     told = Told()
-    mover = Mover([local, shared, cold], tell=told)
+    mover = Mover([local, shared, cold], report=told)
     mover.offer(held)
     assert mover.wait(held.manifest.save_id, 2, time.monotonic() + LATE_S)
     told.wait_for(2)
@@ -479,7 +479,7 @@ def test_where_copies_cannot_keep_up_the_newest_goes_first(local: DirectoryTier,
         going.set()
         assert go.wait(LATE_S)
 
-    mover = Mover([local, shared], tell=told, before_commit=wait_once)
+    mover = Mover([local, shared], report=told, before_commit=wait_once)
     newest, third, second, first = local.steps()
     mover.offer(first)
     assert going.wait(LATE_S)
@@ -499,7 +499,7 @@ def test_a_failure_is_told_and_tried_again(local: DirectoryTier, shared: Directo
     [held] = local.steps()
     told = Told()
     broken = Watched(local, fail_after=4)
-    mover = Mover([broken, shared], tell=told, retry_s=0.01)  # type: ignore[list-item]
+    mover = Mover([broken, shared], report=told, retry_s=0.01)  # type: ignore[list-item]
     mover.offer(held)
     told.wait_for(1)
     assert "Input/output error" in told.outcomes[0].error
@@ -514,7 +514,7 @@ def test_a_hopeless_copy_gives_way_to_the_next_step(local: DirectoryTier, shared
     newer, older = local.steps()
     (made[0] / "__1_0.distcp").unlink()
     told = Told()
-    mover = Mover([local, shared], tell=told, retry_s=0.001)
+    mover = Mover([local, shared], report=told, retry_s=0.001)
     mover.offer(older)
     told.wait_for(6)
     mover.offer(newer)
@@ -543,7 +543,7 @@ def test_a_step_that_was_rolled_back_is_not_copied_on(local: DirectoryTier, shar
     make_steps(local.checkpoints, 1)
     [held] = local.steps()
     told = Told()
-    mover = Mover([local, shared], tell=told, counts=lambda _held: False)
+    mover = Mover([local, shared], report=told, counts=lambda _held: False)
     mover.offer(held)
     told.wait_for(1)
     assert told.outcomes[0].left_out

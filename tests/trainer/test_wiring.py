@@ -162,7 +162,7 @@ def _play_auto(seen: tuple[float, float] | None, *, slowed_s: float) -> list[flo
         periodic.step(step, epoch_end=False)
         if began and 20 <= clock.now - began[-1] < 40:
             periodic.note_commit(committed(len(began), blocked_s=0.5, persist_s=20.0))
-        periodic.hear(Proposal(want=Want.DUE if periodic.asks(step) else Want.NOTHING))
+        periodic.note_agreed(Proposal(want=Want.DUE if periodic.asks(step) else Want.NOTHING))
         if periodic.due:
             periodic.begun(step)
             began.append(clock.now)
@@ -216,15 +216,15 @@ def test_ranks_other_than_the_first_have_no_clock() -> None:
     clock.now += 100
     periodic.step(1, epoch_end=False)
     assert not periodic.asks(1)
-    periodic.hear(Proposal(want=Want.SAVE))
+    periodic.note_agreed(Proposal(want=Want.SAVE))
     assert not periodic.due, "a request is no word of the clock"
-    periodic.hear(Proposal(want=Want.DUE))
+    periodic.note_agreed(Proposal(want=Want.DUE))
     assert periodic.due
     periodic.begun(1)
-    periodic.hear(Proposal(want=Want.DUE))
+    periodic.note_agreed(Proposal(want=Want.DUE))
     assert not periodic.due, "what was said before the save began is served by it"
     periodic.spoken(saving=True)
-    periodic.hear(Proposal(want=Want.DUE))
+    periodic.note_agreed(Proposal(want=Want.DUE))
     assert periodic.due
 
 

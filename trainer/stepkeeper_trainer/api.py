@@ -489,11 +489,11 @@ class CheckpointManager:
 
     def _listen(self) -> Proposal:
         self._link.flush()
-        self._requests.hear()
+        self._requests.receive()
         agreed = self._agreement.read(self._proposal())
         self._requests.agree(agreed)
-        self._ready().hear(agreed)
-        self._periodic.hear(agreed)
+        self._ready().note_agreed(agreed)
+        self._periodic.note_agreed(agreed)
         self._periodic.note_commit(self._ready().newest)
         return agreed
 

@@ -235,7 +235,7 @@ def checkpoints(said: History, lineage: Lineage | None, disk: Mapping[str, OnDis
     saves = _by_directory(save for attempt in said.attempts for launch in attempt.launches for save in launch.saves)
     commits = {commit.directory: commit for commit in lineage.commits.values()} if lineage is not None else {}
     names = dict.fromkeys((*saves, *commits, *said.verified, *(disk or ())))
-    chain = set(lineage.chain()) if lineage is not None and lineage.tells_steps else None
+    chain = set(lineage.chain()) if lineage is not None and lineage.has_steps else None
     found = []
     for name in names:
         save, commit, there = saves.get(name), commits.get(name), (disk or {}).get(name)

@@ -104,7 +104,7 @@ class BetweenSteps:
         self._boundary, self._requests, self._last_step = boundary, requests, last_step
         self._counters, self._saved_step, self._save_within_s = counters, saved_step, save_within_s
         self._saver, self._rank, self._link = saver, rank, link
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._served = threading.Event()  # the main threads answer
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepkeeper-notices", daemon=True)
@@ -144,7 +144,7 @@ class BetweenSteps:
             while not self.begun:
                 if self._finishing.wait(LISTEN_EVERY_S) and not self.begun:
                     return
-                self._requests.hear()
+                self._requests.receive()
                 if not self._served.is_set() and self._requests.stop_asked and self._patience_is_over():
                     self.begun = True
             self._talk()
@@ -155,12 +155,12 @@ class BetweenSteps:
 
     def _patience_is_over(self) -> bool:
         now = time.time()
-        self._heard_at = self._heard_at or now
+        self._received_at = self._received_at or now
         wait_s = max(PATIENCE_S, PATIENCE_STEPS * self._boundary.usual_step_s)
         deadline_at = self._requests.deadline_asked
         if deadline_at is not None:
-            wait_s = min(wait_s, PATIENCE_SHARE * max(0.0, deadline_at - self._heard_at))
-        return now >= self._heard_at + wait_s
+            wait_s = min(wait_s, PATIENCE_SHARE * max(0.0, deadline_at - self._received_at))
+        return now >= self._received_at + wait_s
 
     def _talk(self) -> None:
         """Try until the state is saved, or a main thread answers; all ranks go through the same rounds.
@@ -181,7 +181,7 @@ class BetweenSteps:
             if not self._any(not self._is_saved_here()):
                 self.gate.open()
                 if not self._any(not self._saver.wait_shared(self._limit_at())):
-                    self._tell_nothing_to_save()
+                    self._report_nothing_to_save()
                     return
             else:
                 collect = self._last_step.take()
@@ -211,7 +211,7 @@ class BetweenSteps:
         """Whether the step is saved or being saved, as far as this rank knows; the beginning needs no save."""
         return self._counters.step in (self._saved_step or 0, self._boundary.saved_step)
 
-    def _tell_nothing_to_save(self) -> None:
+    def _report_nothing_to_save(self) -> None:
         """Say that the step is on disk already, or none is done: the ranks may end."""
         step = self._counters.step
         say("nothing_to_save", step=step, why="no step was done since the last one that is saved")

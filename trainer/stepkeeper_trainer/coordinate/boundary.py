@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state import TrainingState
 
 
-TELL_APART_MAX = 4  # times that ranks find out what differs, before a save that is waited for
+DIFFERENCES_MAX = 4  # times that ranks find out what differs, before a save that is waited for
 RANKS_REPORTED_MAX = 16
 MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
 
@@ -97,12 +97,12 @@ class Boundary:
     def save_as_agreed(self, agreed: Proposal) -> None:
         """Begin a save at this boundary if one is due; an urgent one waits for the one in flight."""
         requests, saver = self._requests, self._saver
-        saver.tell_if_stuck()
+        saver.report_if_stuck()
         if agreed.failed_save:
             self._make_up(agreed.failed_save)
         if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
             self._periodic.due = self._periodic.due or agreed.failed_save == agreed.sequence > 0
-            self._tell_apart(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
+            self._find_differences(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
             if not requests.stop_agreed and requests.deadline_at is None:
                 return  # the save comes when what was found out is in force, and the memory for it is there
         if not self.wanted:
@@ -156,22 +156,22 @@ class Boundary:
         # a new group is made by main threads only
         unable = saver.busy or (last and not left_s) or (call is Call.NOTICE and saver.broken)
         within_s = left_s + (TOGETHER_WITHIN_S if last else agreement.within_s)
-        for _ in range(TELL_APART_MAX):
+        for _ in range(DIFFERENCES_MAX):
             mine = [int(unable), saver.sequence, int(saver.broken), saver.committed, saver.drifted, saver.divided]
             settled = agreement.settle(call, [int(each) for each in mine], within_s=within_s)
             any_unable, sequence, broken, committed, drifted, divided = settled
             if any_unable or not (drifted or divided):
                 break
-            told_by = max(limit_at, time.time() + self._save_within_s) if call is Call.SAVE else limit_at
-            self._tell_apart(drifted=bool(drifted), limit_at=told_by, collect=collect)
-            saver.wait_prepared(told_by)
-        saver.hear_committed(committed)
+            known_by = max(limit_at, time.time() + self._save_within_s) if call is Call.SAVE else limit_at
+            self._find_differences(drifted=bool(drifted), limit_at=known_by, collect=collect)
+            saver.wait_prepared(known_by)
+        saver.note_committed(committed)
         if not any_unable:
             self._renew(bool(broken))
             self._begin(collect, sequence=sequence + 1, emergency=emergency, ask_room=not (emergency or last))
         return not any_unable
 
-    def _tell_apart(
+    def _find_differences(
         self, *, drifted: bool, limit_at: float, collect: Callable[[], dict[str, torch.Tensor]] | None = None
     ) -> None:
         """Have each value saved of names that have several; or find out first which ranks hold which.
@@ -181,11 +181,11 @@ class Boundary:
         divided = self._saver.take_divided(limit_at)
         if divided is not None:
             self._state.divide(divided.own, divided.every_rank)
-            self._tell_divided(divided)
+            self._report_divided(divided)
         tensors, problem = _try(collect or self._state.collect)
         self._saver.prepare(tensors, compare=drifted and divided is None, problem=problem)
 
-    def _tell_divided(self, divided: Divided) -> None:
+    def _report_divided(self, divided: Divided) -> None:
         """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
 
         A parameter that was equal in an earlier save of this launch counts likewise.

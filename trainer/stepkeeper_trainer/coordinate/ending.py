@@ -269,7 +269,7 @@ class RollCall:
             try:
                 asked.append((rank, dist.irecv(word, src=rank, group=self._group, tag=tag), word))
             except RuntimeError as error:
-                self._hear_end(rank, error)
+                self._note_end(rank, error)
         thread = threading.Thread(target=self._wait, args=(asked, limit_at), name="stepkeeper-rollcall", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -285,9 +285,9 @@ class RollCall:
             except RuntimeError as error:
                 if time.time() >= limit_at + LATE_S:
                     return  # it may be alive
-                self._hear_end(rank, error)
+                self._note_end(rank, error)
 
-    def _hear_end(self, rank: int, error: RuntimeError) -> None:
+    def _note_end(self, rank: int, error: RuntimeError) -> None:
         self._ended.note(rank)
         warn("rank_lost", rank=rank, why=str(error).splitlines()[0])
 

@@ -53,15 +53,15 @@ owner = Owner()
 
 
 class Requests:
-    """Asked is what this rank heard; agreed is what all ranks will do, at the same boundary."""
+    """Asked is what this rank received; agreed is what all ranks will do, at the same boundary."""
 
     def __init__(self, link: Link, *, signals: bool = True) -> None:
         """Listen to the supervisor, and with `signals` to SIGTERM and SIGUSR1."""
         self._link = link
         self._signals = SignalFlag(attach=signals)
-        self._signal_said: Heard | None = None
-        self._signal_done: Heard | None = None  # acted upon, or forgotten
-        self._heard: set[tuple[int, bool, float | None]] = set()
+        self._signal_said: Received | None = None
+        self._signal_done: Received | None = None  # acted upon, or forgotten
+        self._received: set[tuple[int, bool, float | None]] = set()
         self._saves_asked: set[int] = set()
         self._saves_agreed: set[int] = set()
         self._lock = threading.Lock()  # two threads listen
@@ -72,12 +72,12 @@ class Requests:
         self.stop_agreed = False
         self.deadline_at: float | None = None  # agreed; Unix seconds
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what has arrived since the last time.  Never blocks."""
         with self._lock:
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for request in self._link.receive():
             self._say_once(request)
             if request.stop:
@@ -89,16 +89,16 @@ class Requests:
             self.asked_at = self.asked_at or time.time()
             if request.deadline_at is not None:
                 self.deadline_asked = min(request.deadline_at, self.deadline_asked or request.deadline_at)
-        heard = self._signals.heard
-        if heard is not None and heard is not self._signal_done:
-            self._weigh(heard)
+        received = self._signals.received
+        if received is not None and received is not self._signal_done:
+            self._weigh(received)
 
     def _say_once(self, request: SaveRequest) -> None:
         """Log a request; a watcher repeats it each second until it is served."""
         key = (request.request_id, request.stop, request.deadline_at)
-        if key in self._heard:
+        if key in self._received:
             return
-        self._heard.add(key)
+        self._received.add(key)
         say(
             "request_heard",
             id=request.request_id,
@@ -107,23 +107,23 @@ class Requests:
             why=request.why,
         )
 
-    def _weigh(self, heard: Heard) -> None:
+    def _weigh(self, received: Received) -> None:
         """Obey a signal where no supervisor is there to decide; forget it where one has decided otherwise."""
         now = time.monotonic()
         link = self._link
         if not link.attached or (link.dead and now - link.dead_since >= ALONE_AFTER_S):
-            self._signal_done = heard
+            self._signal_done = received
             if not self.stop_asked:
                 self.stop_asked = True
                 self.asked_at = self.asked_at or time.time()
-                say("stop_asked", why=f"{heard.signal.name}, and no supervisor to decide")
+                say("stop_asked", why=f"{received.signal.name}, and no supervisor to decide")
             return
-        if heard is not self._signal_said:
-            self._signal_said = heard
-            warn("signal_heard", signal=heard.signal.name, why="left to the supervisor")
-        if not link.dead and (link.back_at > heard.at or now - heard.at > SIGNAL_COUNTS_S):
-            self._signal_done = heard
-            say("signal_forgotten", signal=heard.signal.name, why="the supervisor is there, and did not ask to stop")
+        if received is not self._signal_said:
+            self._signal_said = received
+            warn("signal_heard", signal=received.signal.name, why="left to the supervisor")
+        if not link.dead and (link.back_at > received.at or now - received.at > SIGNAL_COUNTS_S):
+            self._signal_done = received
+            say("signal_forgotten", signal=received.signal.name, why="the supervisor is there, and did not ask to stop")
 
     def propose(self, rank: Proposal, *, due: bool = False) -> Proposal:
         """Return what this rank has to say to the others: what it was asked for, besides how its saves are.
@@ -174,7 +174,7 @@ class Requests:
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """One signal that arrived."""
 
     signal: signal.Signals
@@ -186,14 +186,14 @@ class SignalFlag:
 
     def __init__(self, *, attach: bool) -> None:
         """Install the handlers, where this is the main thread (Python allows it nowhere else)."""
-        self.heard: Heard | None = None
+        self.received: Received | None = None
         self._before: dict[int, Any] = {}
         if attach and threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.heard = Heard(signal.Signals(number), time.monotonic())
+        self.received = Received(signal.Signals(number), time.monotonic())
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -304,8 +304,8 @@ class Periodic:
             self._observed_at = now
         return self._cadence.due_by_time(step, now)
 
-    def hear(self, agreed: Proposal) -> None:
-        """Take over what all ranks have heard of rank 0's clock, unless a save has begun since it was said."""
+    def note_agreed(self, agreed: Proposal) -> None:
+        """Take over what all ranks know of rank 0's clock, unless a save has begun since it was said."""
         self.due |= agreed.want is Want.DUE and not self._begun_since
 
     def begun(self, step: int) -> None:
@@ -331,9 +331,9 @@ class Periodic:
             return
         self._priced = newest.save_id
         self._cadence.note_save(self._toll.settle(newest.blocked_s), newest.persist_s or 0.0)
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Say what the clock's interval is, when it has changed much."""
         costs = self._cadence.costs
         if not self._clocked or not self._rule.auto or costs is None:

@@ -86,7 +86,7 @@ class Lineage:
     commits: dict[str, Commit]  # every commit ever recorded, by save_id
     head: str | None  # save_id of the newest commit that counts
     marks: dict[str, frozenset[str]]
-    tells_steps: bool = True  # false: marks only, and nothing of which steps count
+    has_steps: bool = True  # false: marks only, and nothing of which steps count
     damaged: int = 0  # lines that were there and are not what was written
     rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
     left_out: tuple[LeftOut, ...] = ()  # data that the current state has not seen, or will not see
@@ -129,17 +129,17 @@ def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
     path = checkpoints / LINEAGE_NAME
 
     def parse() -> Lineage:
-        told = _Told()
+        reading = _Reading()
         with open_plain(path, within=checkpoints) as file:
             if os.fstat(file.fileno()).st_size > LINEAGE_BYTES_MAX:
                 raise OSError(errno.EFBIG, f"more than {LINEAGE_BYTES_MAX} bytes, which no lineage has", str(path))
             for count, line in enumerate(file, 1):
-                told.take(line.rstrip(b"\r\n"))
+                reading.take(line.rstrip(b"\r\n"))
                 if not pruned and count % COMPACTED_EVERY == 0:
-                    told.forget_pruned()
+                    reading.forget_pruned()
         if not pruned:
-            told.forget_pruned()
-        return told.lineage()
+            reading.forget_pruned()
+        return reading.lineage()
 
     try:
         return fresh(parse)
@@ -147,14 +147,14 @@ def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
         return None
 
 
-class _Told:
+class _Reading:
     """What the lines of a file tell, so far."""
 
     def __init__(self) -> None:
         self._commits: dict[str, Commit] = {}
         self._marks: dict[str, frozenset[str]] = {}
         self._head: str | None = None
-        self._tells_steps, self._damaged, self._attempt = False, 0, 0
+        self._has_steps, self._damaged, self._attempt = False, 0, 0
         self._rolled_back_at: float | None = None
         self._left_out: tuple[LeftOut, ...] = ()
 
@@ -163,7 +163,7 @@ class _Told:
             self._commits,
             self._head,
             self._marks,
-            self._tells_steps,
+            self._has_steps,
             self._damaged,
             self._rolled_back_at,
             self._left_out,
@@ -190,7 +190,7 @@ class _Told:
                 before = self._marks.get(record.save_id, frozenset())
                 self._marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
                 return
-        self._tells_steps, self._attempt = True, max(self._attempt, record.attempt)
+        self._has_steps, self._attempt = True, max(self._attempt, record.attempt)
 
     def _is_late(self, commit: Commit) -> bool:
         """Whether an earlier attempt made this commit before the rollback, and its line came after that."""

@@ -108,7 +108,7 @@ def current_lineage(steps: list[StepDirectory], lineage: lineages.Lineage | None
     writer died before it could record the commit counts too, if its manifest's parent does.
     A directory whose manifest cannot be read is kept: it is passed over later, with its problem.
     """
-    if lineage is None or not lineage.tells_steps:
+    if lineage is None or not lineage.has_steps:
         return steps
     manifests = {entry.path: entry.manifest for entry in steps if entry.manifest is not None}
     parents = {manifest.save_id: manifest.parent for manifest in manifests.values()}

@@ -251,7 +251,7 @@ class Attachment:
             self._step = step
             reporter.step(step, 0, None)
         self._link.flush()
-        requests.hear()
+        requests.receive()
         if not requests.stop_agreed:
             agreed = self._agreement.read(
                 self._proposal(requests), within_s=EVALUATION_WITHIN_S if evaluation else None

@@ -22,10 +22,10 @@ def install(module: ModuleType) -> None:
     if hasattr(module, "CheckpointManager"):
         _follow_saves(module.CheckpointManager)
     else:
-        _hear_validation(module.Validator)
+        _attach_to_validation(module.Validator)
 
 
-def _hear_validation(validator_class: Any) -> None:
+def _attach_to_validation(validator_class: Any) -> None:
     prepare = validator_class.post_dataloading_process
 
     @functools.wraps(prepare)

@@ -64,9 +64,9 @@ class Replay:
                 self._worst = max(self._worst or (0.0, 0, 0.0, 0.0), (apart, step, then, loss))
         if (self._first and self._deterministic) or step >= self._last:
             self._recorded.clear()
-            self._tell(step)
+            self._report(step)
 
-    def _tell(self, step: int) -> None:
+    def _report(self, step: int) -> None:
         if not self._steps:
             return  # none of them was done again
         _, worst, then, now = self._worst or (0.0, 0, 0.0, 0.0)

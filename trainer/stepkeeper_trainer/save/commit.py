@@ -87,7 +87,7 @@ class Listeners:
         """Have them called from the next commit on; None is nobody."""
         self._all += [listener for listener in listeners if listener is not None]
 
-    def tell(self, step: CommittedStep) -> None:
+    def notify(self, step: CommittedStep) -> None:
         """Tell all; never raises."""
         for listener in self._all:
             try:

@@ -125,7 +125,7 @@ class Completer:
             save.check()
             upload.files = {**upload.files, **own}
             upload.commit = lambda: self._commit(save, manifest)
-            upload.give_up = lambda why: self._tell_failure(save, why)
+            upload.give_up = lambda why: self._report_failure(save, why)
             self._uploader.seal(upload, manifest.files, seal(manifest))
         self.parent = save.save_id
         self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
@@ -156,16 +156,16 @@ class Completer:
         )
         self._newest_here = save.save_id
         self.committed = (final, manifest)
-        self._tell(save, final, sum(entry.bytes for entry in manifest.files.values()))
+        self._report_commit(save, final, sum(entry.bytes for entry in manifest.files.values()))
         self._on_committed(save)
 
-    def _tell_failure(self, save: Save, why: str) -> None:
+    def _report_failure(self, save: Save, why: str) -> None:
         self._link.send(
             SaveFailed(step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency),
             keep=True,
         )
 
-    def _tell(self, save: Save, final: Path, size: int) -> None:
+    def _report_commit(self, save: Save, final: Path, size: int) -> None:
         step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
         say("committed", step=step, directory=final.name, bytes=size, seconds=seconds)
         self._link.send(

@@ -174,7 +174,7 @@ class Planner:
         if gathered is not None:
             try:
                 plans, looks, private = zip(*gathered, strict=True)
-                if divided := _told_apart(plans, looks, private):
+                if divided := _find_divided(plans, looks, private):
                     answers = [Divided(each) for each in divided.every_rank]
                 else:
                     found = _divide(list(plans))
@@ -198,7 +198,7 @@ class Planner:
         return divided
 
 
-def _told_apart(
+def _find_divided(
     plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[variants.Private]
 ) -> Divided | None:
     """Return which rank saves what by which key, if that is another than what is in force on some rank."""

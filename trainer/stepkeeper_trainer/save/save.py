@@ -86,7 +86,7 @@ class Save:
     settled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None  # why it has failed
     cancelled: str | None = None  # why nobody needs it any more
-    told_stuck: bool = False
+    reported_stuck: bool = False
     _acts: list[str] = field(default_factory=list)  # what is being done, by several threads
 
     def advance(self, phase: Phase) -> None:
@@ -222,8 +222,8 @@ class Failing:
     def failed(self, save: Save, why: str) -> None:
         """Tell that a save has failed, and give the disks back what this rank can."""
         warn("save_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
-        if not save.told_stuck:
-            self._tell_supervisor(save, why)
+        if not save.reported_stuck:
+            self._report_to_supervisor(save, why)
         self._give_back(save, why)
 
     def taken_again(self, save: Save, why: str) -> None:
@@ -247,9 +247,9 @@ class Failing:
         Nothing can end its thread, which still reads what the next save would write: training goes on without saves
         until the storage answers.
         """
-        if save is None or save.over or save.told_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
+        if save is None or save.over or save.reported_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
             return
-        save.told_stuck = True
+        save.reported_stuck = True
         why = shorten(f"the storage does not answer: {save.at}")
         warn(
             "save_stuck",
@@ -259,10 +259,10 @@ class Failing:
             why=why,
             to_do="look at the storage and this node's mount of it: no step is saved until it answers",
         )
-        self._tell_supervisor(save, f"stuck: {why}")
+        self._report_to_supervisor(save, f"stuck: {why}")
         self._guard.trouble(why)
 
-    def _tell_supervisor(self, save: Save, why: str) -> None:
+    def _report_to_supervisor(self, save: Save, why: str) -> None:
         if self._rank == 0:
             failed = SaveFailed(
                 step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency

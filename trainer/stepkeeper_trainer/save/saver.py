@@ -80,7 +80,7 @@ class Saver:
         self._guard = guard
         self._failing = Failing(rank=rank, link=link, guard=guard, uploader=uploader)
         self._listeners = listeners or Listeners()
-        self._told = 0  # sequence number of the newest save that the listeners know of
+        self._notified = 0  # sequence number of the newest save that the listeners know of
         self.committed = 0  # sequence number of the newest commit (rank 0)
         self.newest: CommittedStep | None = None  # what it was (rank 0)
         self._planner = Planner(rank=rank, world_size=world_size, group=group)
@@ -96,7 +96,7 @@ class Saver:
             staging=self._staging,
             planner=self._planner,
             before_commit=before_commit,
-            on_committed=self._heard_commit,
+            on_committed=self._note_own_commit,
             uploader=uploader,
             dcp_values=dcp_values,
         )
@@ -201,24 +201,24 @@ class Saver:
         self._planner.renew(group)
         say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
-    def hear(self, agreed: Proposal) -> None:
+    def note_agreed(self, agreed: Proposal) -> None:
         """Take note of what all ranks have said of their saves."""
-        self.hear_failure(agreed.failed_save)
-        self.hear_committed(agreed.committed)
+        self.note_failure(agreed.failed_save)
+        self.note_committed(agreed.committed)
 
-    def hear_failure(self, sequence: int) -> None:
+    def note_failure(self, sequence: int) -> None:
         """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
         self._failed_elsewhere = max(self._failed_elsewhere, sequence)
 
-    def hear_committed(self, sequence: int) -> None:
+    def note_committed(self, sequence: int) -> None:
         """Take note that rank 0 has committed a save, and have this rank's listeners told."""
         save = self._begun.get(sequence)
-        if self._rank == 0 or save is None or self._told >= sequence:
+        if self._rank == 0 or save is None or self._notified >= sequence:
             return
-        self._told = sequence
+        self._notified = sequence
         if save.phase is Phase.REPORTED:
             save.advance(Phase.COMMITTED)
-        self._worker.do(lambda: self._listeners.tell(self._committed_step(save)))
+        self._worker.do(lambda: self._listeners.notify(self._committed_step(save)))
 
     def cancel(self, why: str) -> None:
         """Have the save in flight end as soon as it can, unless it is committed by then.  All ranks call it."""
@@ -227,7 +227,7 @@ class Saver:
             last.cancelled = why
             say("save_cancelled", step=last.summary.step, save_id=last.save_id, why=why)
 
-    def tell_if_stuck(self) -> None:
+    def report_if_stuck(self) -> None:
         """Say once of a save that hangs in the storage that it does; asked at each boundary."""
         self._failing.if_stuck(self.last)
 
@@ -338,7 +338,7 @@ class Saver:
 
     def flush(self, committed: int, limit_at: float) -> bool:
         """Have this rank's listeners hear of a commit, and wait until they have, by `limit_at`; true if they have."""
-        self.hear_committed(committed)
+        self.note_committed(committed)
         done = threading.Event()
         self._worker.do(done.set)
         return done.wait(max(0.0, limit_at - time.time()))
@@ -375,14 +375,14 @@ class Saver:
             error = caught
         self._settle(save, error)
 
-    def _heard_commit(self, save: Save) -> None:
+    def _note_own_commit(self, save: Save) -> None:
         """On rank 0, right after a commit: in the save's thread, or in that of the copies to shared storage."""
         save.advance(Phase.COMMITTED)
         if self._uploader is None:
             self.persist_s = time.time() - save.requested_at
         self.newest = self._committed_step(save)
-        self.committed = self._told = save.sequence
-        self._listeners.tell(self.newest)
+        self.committed = self._notified = save.sequence
+        self._listeners.notify(self.newest)
 
     def _committed_step(self, save: Save) -> CommittedStep:
         known = self._persister.committed

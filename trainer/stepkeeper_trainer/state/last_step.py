@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBES = 64  # parameters of which a number is compared
 SHARE_MAX = 0.01  # of a step's time, that taking down may cost
 SECONDS_MAX = 0.0005  # that it may cost however short steps are
-_version = attrgetter("_version")
+_version, _trained = attrgetter("_version"), attrgetter("requires_grad")
 TRIES = 5  # steps over which the cost is judged
 
 
@@ -43,7 +43,9 @@ class LastStep:
         self._gathered: Gathered | None = None
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._weights: list[torch.Tensor] = []  # what this rank holds of the modules' tensors
+        self._tensors: list[torch.Tensor] = []  # of the modules
+        self._flags: list[bool] = []  # whether they are trained: a module's description says so
+        self._weights: list[torch.Tensor] = []  # what this rank holds of these tensors
         self._probes: list[list[torch.Tensor]] = []  # of one device and type each
         self._probed: list[torch.Tensor] = []
         self._modules: object = None  # of the last full look, by identity
@@ -64,6 +66,9 @@ class LastStep:
         self._know_modules()
         if not self._in_place:
             self.why_not = "a module's state is made when it is asked for"
+            return
+        if list(map(_trained, self._tensors)) != self._flags:
+            self.why_not = "other parameters are trained than at the last look at the modules"
             return
         try:
             gathered = self._state.gather_again()
@@ -150,6 +155,7 @@ class LastStep:
         tensors = [tensor for found, _ in known.values() for tensor in found.values()]
         extra = any(skeleton["extra"] for _, skeleton in known.values())
         self._in_place = not extra and {id(each) for each in tensors} <= self._own()
+        self._tensors, self._flags = tensors, list(map(_trained, tensors))
         self._weights = list(map(local, tensors))
         self._probes = _views(self._weights)
 

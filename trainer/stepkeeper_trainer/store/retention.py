@@ -264,7 +264,7 @@ def remove(
         assert save_id is not None, "only verified steps are removed"
         # A person or a rollback may have spoken since the plan was made.
         lineage = lineages.read(checkpoints, pruned=False)
-        if lineage is not None and lineage.tells_steps and lineage.head == save_id:
+        if lineage is not None and lineage.has_steps and lineage.head == save_id:
             spared.append((name, "training goes on from it"))
             continue
         if lineage is not None and lineages.PINNED in lineage.marks.get(save_id, ()):

@@ -131,7 +131,7 @@ class ColdCopies:
                 if self._rank != 0 and self._board(going).is_dir():  # else it was given up: nobody waits
                     self._mark_failed(going, "its process leaves")
             except Exception as error:  # noqa: BLE001 - told; training must go on
-                self._tell_failure(going, error)
+                self._report_failure(going, error)
 
     def _next(self) -> Going | None:
         """Take the step that goes now: rank 0 takes the newest, the others what rank 0 has taken."""
@@ -241,7 +241,7 @@ class ColdCopies:
             if self._stopping:
                 raise CopyStoppedError("the process leaves")
 
-    def _tell_failure(self, going: Going, error: Exception) -> None:
+    def _report_failure(self, going: Going, error: Exception) -> None:
         text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
         warn("cold_copy_given_up", step=going.step, save_id=going.save_id, rank=self._rank, why=text)
         if self._rank == 0:

@@ -259,7 +259,7 @@ class Mover:
         tiers: Sequence[Tier],
         *,
         pace: Pace | None = None,
-        tell: Callable[[Outcome], None] = lambda _outcome: None,
+        report: Callable[[Outcome], None] = lambda _outcome: None,
         before_commit: Callable[[], None] = lambda: None,
         counts: Callable[[Held], bool] = lambda _held: True,
         retry_s: float = RETRY_S,
@@ -269,13 +269,13 @@ class Mover:
         Args:
             tiers: in the order of copies: the first is where steps are committed.
             pace: of all copies together.
-            tell: called on the mover's thread with each outcome.
+            report: called on the mover's thread with each outcome.
             before_commit: raises where this process must not commit any more.
             counts: whether a step is still on the run's lineage: one that was rolled back is not copied on.
             retry_s: after a failure; it doubles up to five minutes.
         """
         assert len(tiers) > 1, "there is nothing to copy between"
-        self._tiers, self._pace, self._tell = list(tiers), pace or Pace(), tell
+        self._tiers, self._pace, self._report = list(tiers), pace or Pace(), report
         self._before_commit, self._counts, self._retry_s = before_commit, counts, retry_s
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, Held]] = []  # the tier where it is, oldest first
@@ -322,7 +322,7 @@ class Mover:
                 left_out = self._drop_older()
                 number, held = self._waiting[0]
             for each in left_out:
-                self._tell(each)
+                self._report(each)
             outcome = self._copy(number, held)
             if outcome is None:
                 return  # it was asked to stop
@@ -336,7 +336,7 @@ class Mover:
                     if number + 2 < len(self._tiers):
                         self._waiting.append((number + 1, replace(held, directory=outcome.directory)))
                 self._changed.notify_all()
-            self._tell(outcome)
+            self._report(outcome)
 
     def _drop_older(self) -> list[Outcome]:
         """Keep the newest of those that wait in each tier; first come first served among tiers."""

@@ -46,7 +46,7 @@ class ObjectTier:
         self._url, self.zstd_level, self.read_back = url, zstd_level, read_back
         client: Any = {"timeout": REQUEST_WITHIN, **_from_environment(), **config.pop("client_options", {})}
         retry: Any = {"max_retries": RETRIES_MAX, "retry_timeout": RETRY_WITHIN, **config.pop("retry_config", {})}
-        with _told(url):
+        with _named_errors(url):
             self.store: Any = from_url(url, **{"client_options": client, "retry_config": retry, **config})
 
     @property
@@ -58,7 +58,7 @@ class ObjectTier:
         """Return the committed steps, newest first.  Raises TierError."""
         found = []
         for directory in self._directories():
-            with _told(self.name), _maybe(), suppress(ManifestError):  # on its way, or damaged: no step
+            with _named_errors(self.name), _maybe(), suppress(ManifestError):  # on its way, or damaged: no step
                 found.append(self.held(directory))
         return sorted(found, key=lambda held: (held.manifest.step, held.manifest.created_at), reverse=True)
 
@@ -68,7 +68,7 @@ class ObjectTier:
         return Held.read(directory, bytes(obstore.get(self.store, key).bytes()), source=f"{self.name}/{key}")
 
     def _directories(self) -> list[str]:
-        with _told(self.name):
+        with _named_errors(self.name):
             prefixes = obstore.list_with_delimiter(self.store)["common_prefixes"]
         return [name for name in (prefix.rstrip("/") for prefix in prefixes) if parse_step_name(name) is not None]
 
@@ -103,7 +103,7 @@ class ObjectTier:
 
     def find(self, directory: str, name: str, entry: FileEntry) -> str | None:
         """Return the key under which a file is stored in full.  Raises TierError."""
-        with _told(self.name):
+        with _named_errors(self.name):
             for suffix in ("", _COMPRESSED):
                 with _maybe():
                     size = obstore.head(self.store, f"{directory}/{name}{suffix}")["size"]
@@ -120,7 +120,7 @@ class ObjectTier:
         if start >= entry.bytes:
             return
         compressed = key.endswith(_COMPRESSED)
-        with _told(self.name):
+        with _named_errors(self.name):
             options: Any = {} if compressed or not start else {"range": {"offset": start}}
             stream: Iterator[bytes] = map(bytes, obstore.get(self.store, key, options=options).stream(PART_BYTES))
             if compressed:
@@ -138,7 +138,7 @@ class ObjectTier:
     def remove_file(self, directory: str, name: str) -> None:
         """Remove one file of a step, under either name.  Raises TierError."""
         for suffix in ("", _COMPRESSED):
-            with _told(self.name), _maybe():
+            with _named_errors(self.name), _maybe():
                 obstore.delete(self.store, f"{directory}/{name}{suffix}")
 
     def sweep(self, steps: Sequence[Held]) -> list[str]:
@@ -149,7 +149,7 @@ class ObjectTier:
             number = parse_step_name(directory)
             if directory in whole or number is None or number >= steps[0].manifest.step:
                 continue
-            with _told(self.name):
+            with _named_errors(self.name):
                 keys = [str(found["path"]) for batch in obstore.list(self.store, f"{directory}/") for found in batch]
                 if any(key.endswith(f"/{MANIFEST_NAME}") for key in keys):
                     continue  # damaged, or not to be read now: somebody should look at it
@@ -187,7 +187,7 @@ class _ObjectStaging:
             pieces = map(_compressor(tier.zstd_level), chunks)
         source = _Remembering(pieces)
         try:
-            with _told(tier.name):  # an iterator that raises ends the upload: nothing of it becomes an object
+            with _named_errors(tier.name):  # an iterator that raises ends the upload: nothing of it becomes an object
                 obstore.put(
                     tier.store,
                     key,
@@ -220,7 +220,7 @@ class _ObjectStaging:
         self._done.clear()  # whatever was seen before, the store has the word
         if missing := self.missing():
             raise TierError(f"{tier.name}/{self._directory}: {len(missing)} files are missing, such as {missing[0]}")
-        with _told(tier.name), _maybe():
+        with _named_errors(tier.name), _maybe():
             if bytes(obstore.get(tier.store, key).bytes()) == self._held.raw:
                 return self._directory
         if tier.read_back:
@@ -229,7 +229,7 @@ class _ObjectStaging:
             except DamagedCopyError:
                 self._remove()
                 raise
-        with _told(tier.name):
+        with _named_errors(tier.name):
             obstore.put(tier.store, key, self._held.raw)
         return self._directory
 
@@ -267,7 +267,7 @@ def _from_environment() -> dict[str, Any]:
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
+def _named_errors(where: str) -> Iterator[None]:
     """Turn the store's errors into ours."""
     try:
         yield

@@ -270,7 +270,7 @@ class Keeping:
                 if line:
                     self._take_over(connection, line)
             except (OSError, TierError, DecodeError, ValueError) as error:
-                self._refusals.tell(error)
+                self._refusals.report(error)
             finally:
                 self._forget(connection)
 
@@ -332,7 +332,7 @@ class Refusals:
         self._next_at = 0.0
         self._untold = 0
 
-    def tell(self, why: Exception) -> None:
+    def report(self, why: Exception) -> None:
         """Tell of one, and of how many there were since the one before."""
         with self._lock:
             now = time.monotonic()

@@ -74,7 +74,7 @@ def counts(manifest: Manifest, lineage: lineages.Lineage | None) -> bool:
     It does if it is one of the lineage's commits that count, or if the newest of those is among its ancestors and
     the run has not gone back to that since.
     """
-    if lineage is None or not lineage.tells_steps:
+    if lineage is None or not lineage.has_steps:
         return True
     if manifest.save_id in lineage.chain():
         return True

@@ -230,7 +230,7 @@ class Uploader:
             ending.settled = True
             save.error = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
             self._given_up.add(save.save_id)
-            self._tell_failure(save)
+            self._report_failure(save)
         finally:
             if ending.settled:
                 if save.error is not None and not (self._stopping and save.directory.is_dir()):
@@ -336,7 +336,7 @@ class Uploader:
                 raise TierError(f"no rank has copied anything for {STALLED_S:g} s: {what} is missing")
         save.commit()
 
-    def _tell_failure(self, save: Upload) -> None:
+    def _report_failure(self, save: Upload) -> None:
         warn("place_failed", step=save.step, save_id=save.save_id, rank=self._rank, why=save.error)
         if self._rank == 0:
             give_up(save.directory)

@@ -8,8 +8,8 @@ import json
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ class Layout:
 
     framework: str
     build: Callable[[Path, int], Path]  # one step below a root; returns its path
-    optional: tuple[str, ...] = ()  # files whose loss does not make a checkpoint incomplete
+    exempt: Mapping[str, str] = field(default_factory=dict)  # files that a resume does not need, and why it does not
     argument: str = ""  # part of the resume arguments of step 200
 
 
@@ -123,6 +123,13 @@ def lightning_sharded(root: Path, step: int) -> Path:
     return path
 
 
+def lightning_deepspeed(root: Path, step: int) -> Path:
+    path = root / f"step={step}.ckpt"
+    _engine(path / "checkpoint", step, stage=2)
+    write(path / "latest", "checkpoint")
+    return path
+
+
 def torchtitan(root: Path, step: int) -> Path:
     path = root / "checkpoint" / f"step-{step}"
     state = {"a": tensor(), "optimizer": {"a": tensor()}, "train_state": {"step": torch.tensor(step)}}
@@ -136,8 +143,16 @@ def plain_dcp(root: Path, step: int) -> Path:
     return path
 
 
-def _engine(path: Path, step: int, *, stage: int, world: int = 2, model_parallel: int = 1) -> Path:
-    state = {
+def _engine(
+    path: Path,
+    step: int,
+    *,
+    stage: int,
+    world: int = 2,
+    model_parallel: int = 1,
+    more: Mapping[int, Mapping[str, object]] | None = None,
+) -> Path:
+    common = {
         "module": {"a": tensor()},
         "dp_world_size": world,
         "mp_world_size": model_parallel,
@@ -146,6 +161,7 @@ def _engine(path: Path, step: int, *, stage: int, world: int = 2, model_parallel
         "param_shapes": [OrderedDict(a=torch.Size([64]))],
     }
     for place in range(model_parallel):
+        state = {**common, **(more or {}).get(place, {})}
         if stage == 3:
             for rank in range(world):
                 save(path / f"zero_pp_rank_{rank}_mp_rank_{place:02d}_model_states.pt", state)
@@ -164,29 +180,62 @@ def deepspeed(stage: int, *, model_parallel: int = 1) -> Callable[[Path, int], P
     return build
 
 
-def deepspeed_pipeline(root: Path, step: int) -> Path:
-    path = _engine(root / f"global_step{step}", step, stage=1, model_parallel=2)
-    for layer in (0, 3):
-        for place in range(2):
-            save(path / f"layer_{layer:02d}-model_{place:02d}-model_states.pt", {"a": tensor()})
-    return path
+def deepspeed_pipeline(*, stage: int, tensor_parallel: int = 1) -> Callable[[Path, int], Path]:
+    """Return what 0.19.8 writes of two stages: a tied layer, a linear one, a function, dropout, and a linear one."""
+
+    def build(root: Path, step: int) -> Path:
+        stages = {
+            place: {
+                "module": None,
+                "buffer_names": ["1.b"] if place == 0 else [],
+                "optimizer": None if stage else {"param_groups": [{"params": [0, 1, 2, 3]}]},
+                "param_shapes": [OrderedDict({name: torch.Size([64]) for name in ("tied_modules.emb.weight", own)})]
+                if stage
+                else None,
+                "frozen_param_shapes": None,
+                "checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": tensor_parallel},
+            }
+            for place, own in enumerate(("1.l.weight", "4.weight") * tensor_parallel)
+        }
+        path = _engine(
+            root / f"global_step{step}", step, stage=stage, world=1, model_parallel=2 * tensor_parallel, more=stages
+        )
+        for layer in (0, 1, 3, 4):
+            for place in range(tensor_parallel):
+                middle = f"-model_{place:02d}" if tensor_parallel > 1 else ""
+                save(path / f"layer_{layer:02d}{middle}-model_states.pt", {"a": tensor()} if layer != 3 else {})
+        return path
+
+    return build
 
 
-def deepspeed_experts(root: Path, step: int) -> Path:
-    path = _engine(root / f"global_step{step}", step, stage=1)
-    for expert in range(3):
-        save(path / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt", {"a": tensor()})
-    return path
+def deepspeed_experts(*, stage: int) -> Callable[[Path, int], Path]:
+    """Return what 0.19.8 writes of two layers of 4 and 2 experts, on two expert parallel ranks."""
+
+    def build(root: Path, step: int) -> Path:
+        optimizer = {"param_groups": [{"name": "p", "params": [0]}, {"name": "ep_size_2", "moe": True, "params": [1]}]}
+        more = {0: {"num_experts": [4, 2], "ds_autoep_layers": None, "optimizer": None if stage else optimizer}}
+        path = _engine(root / f"global_step{step}", step, stage=stage, more=more)
+        for layer, count in enumerate((4, 2)):
+            for expert in range(count):
+                save(path / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt", {"a": tensor()})
+        for rank in range(0 if stage else 2):
+            save(path / f"expp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer": optimizer})
+        return path
+
+    return build
 
 
 def deepspeed_universal(root: Path, step: int) -> Path:
     path = root / f"global_step{step}_universal"
     write(root / "latest_universal", path.name)
-    state = {"global_steps": step, "param_shapes": [OrderedDict({"layer.a": torch.Size([64])})]}
-    save(path / "mp_rank_00_model_states.pt", state)
+    parameters = ("layer.a", "layer.b")
+    shapes = OrderedDict({name: torch.Size([64]) for name in parameters})
+    save(path / "mp_rank_00_model_states.pt", {"global_steps": step, "param_shapes": [shapes]})
     save(path / "zero/optimizer_state.pt", {"lr": 0.1})
-    for name in ("fp32.pt", "exp_avg.pt"):
-        save(path / "zero/layer.a" / name, tensor())
+    for parameter in parameters:
+        for name in ("fp32.pt", "exp_avg.pt"):
+            save(path / "zero" / parameter / name, tensor())
     return path
 
 
@@ -194,7 +243,24 @@ def _torch_dist(path: Path, step: int) -> Path:
     save_dcp(path, {"model.a": tensor(), "optimizer.state.a": tensor()})
     arguments = argparse.Namespace(train_iters=STEPS[-1], world_size=2)
     save(path / "common.pt", {"iteration": step, "args": arguments})
-    write(path / "metadata.json", json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    write(path / "metadata.json", json.dumps(_METADATA))
+    return path
+
+
+_METADATA = {  # as all releases write it
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def megatron_common_in_dcp(root: Path, step: int) -> Path:
+    """Build what Megatron-LM writes since 2026: no `common.pt`."""
+    path = root / f"iter_{step:07d}"
+    save_dcp(path, {"model.a": tensor(), "optimizer.state.a": tensor(), "common_state/shard_0_1": {"x": tensor()}})
+    write(path / "metadata.json", json.dumps(_METADATA))
+    write(root / "latest_checkpointed_iteration.txt", str(step))
     return path
 
 
@@ -239,16 +305,30 @@ def nemo(root: Path, step: int) -> Path:
     return path
 
 
+def nemo_dcp(root: Path, step: int) -> Path:
+    path = root / f"llama--val_loss=1.5-step={step}-consumed_samples=800.0"
+    save_dcp(path / "weights", {"model.a": tensor(), "optimizer.state.a": tensor()})
+    write(path / "context/model.yaml", "x: 1\n")
+    return path
+
+
 def automodel(root: Path, step: int) -> Path:
     path = root / f"epoch_0_step_{step}"
     save_dcp(path / "model", {"a": tensor()})
     return _automodel_rest(path)
 
 
-def _automodel_rest(path: Path) -> Path:
+def automodel_global_ranks(root: Path, step: int) -> Path:
+    path = root / f"epoch_0_step_{step}"
+    save_dcp(path / "model", {"a": tensor()})
+    return _automodel_rest(path, ranks="global")
+
+
+def _automodel_rest(path: Path, *, ranks: str = "dp") -> Path:
     save_dcp(path / "optim", {"a": tensor()})
+    write(path / "config.yaml", "x: 1\n")
     for rank in range(2):
-        save(path / f"rng/rng_dp_rank_{rank}.pt", {"cpu": tensor()})
+        save(path / f"rng/rng_{ranks}_rank_{rank}.pt", {"cpu": tensor()})
         save(path / f"dataloader/dataloader_dp_rank_{rank}.pt", {"x": 1})
     save(path / "step_scheduler.pt", {"step": 1})
     return path
@@ -269,39 +349,47 @@ def torch_checkpointing(root: Path, step: int) -> Path:
     return path
 
 
+_ARGUMENTS = {"training_args.bin": "the Trainer of the new launch has arguments of its own, and does not read it"}
+_CONFIG = {"config.yaml": "the recipe of the new launch has a configuration of its own, and does not load it"}
 LAYOUTS = {
-    "huggingface": Layout("huggingface", huggingface, ("training_args.bin",), "checkpoint-200"),
-    "huggingface-fsdp": Layout("huggingface", huggingface_fsdp, ("training_args.bin",), "checkpoint-200"),
+    "huggingface": Layout("huggingface", huggingface, _ARGUMENTS, "checkpoint-200"),
+    "huggingface-fsdp": Layout("huggingface", huggingface_fsdp, _ARGUMENTS, "checkpoint-200"),
     "huggingface-deepspeed": Layout(
-        "huggingface", huggingface_deepspeed, ("latest", "model.safetensors", "scheduler.pt"), "checkpoint-200"
+        "huggingface",
+        huggingface_deepspeed,
+        {"model.safetensors": "DeepSpeed loads the weights from its own states"},
+        "checkpoint-200",
     ),
-    "accelerate": Layout(
-        "accelerate", accelerate, ("scheduler.bin", "random_states_1.pkl"), "checkpoint_200"
-    ),  # the last rank's: only --world-size tells that there was one
-    "lightning": Layout("lightning", lightning, (), "step=200.ckpt"),
-    "lightning-sharded": Layout("lightning", lightning_sharded, (), "step=200.ckpt"),
-    "torchtitan": Layout("torchtitan", torchtitan, (), "--checkpoint.load_step=200"),
+    "accelerate": Layout("accelerate", accelerate, {}, "checkpoint_200"),
+    "lightning": Layout("lightning", lightning, {}, "step=200.ckpt"),
+    "lightning-sharded": Layout("lightning", lightning_sharded, {}, "step=200.ckpt"),
+    "lightning-deepspeed": Layout("lightning", lightning_deepspeed, {}, "step=200.ckpt"),
+    "torchtitan": Layout("torchtitan", torchtitan, {}, "--checkpoint.load_step=200"),
     "dcp": Layout("dcp", plain_dcp),
     "deepspeed-0": Layout("deepspeed", deepspeed(0)),
     "deepspeed-1": Layout("deepspeed", deepspeed(1, model_parallel=2)),
     "deepspeed-3": Layout("deepspeed", deepspeed(3)),
-    "deepspeed-pipeline": Layout("deepspeed", deepspeed_pipeline),
-    "deepspeed-experts": Layout(
-        "deepspeed", deepspeed_experts, ("layer_0_expert_2_mp_rank_00_model_states.pt",)
-    ),  # nothing says how many experts there were
-    "deepspeed-universal": Layout("deepspeed", deepspeed_universal, ("zero/layer.a/exp_avg.pt",)),
-    "megatron": Layout("megatron", megatron, ("common.pt",), "--ckpt-step 200"),
-    "megatron-integrity": Layout("megatron", megatron_integrity, ("integrity.json",), "--ckpt-step 200"),
-    "megatron-legacy": Layout("megatron", megatron_legacy, (), "--ckpt-step 200"),
-    "megatron-bridge": Layout("megatron-bridge", megatron_bridge, ("common.pt",), "checkpoint.ckpt_step=200"),
-    "nemo": Layout("nemo", nemo, ("weights/common.pt",)),
-    "automodel": Layout("automodel", automodel, ("step_scheduler.pt",), "epoch_0_step_200"),
-    "automodel-safetensors": Layout(
-        "automodel",
-        automodel_safetensors,
-        ("step_scheduler.pt", "model/shard-00002-model-00001-of-00001.safetensors"),
-        "epoch_0_step_200",
+    "deepspeed-pipeline": Layout("deepspeed", deepspeed_pipeline(stage=1)),
+    "deepspeed-pipeline-0": Layout("deepspeed", deepspeed_pipeline(stage=0)),
+    "deepspeed-pipeline-tensor": Layout("deepspeed", deepspeed_pipeline(stage=1, tensor_parallel=2)),
+    "deepspeed-experts": Layout("deepspeed", deepspeed_experts(stage=2)),
+    "deepspeed-experts-0": Layout("deepspeed", deepspeed_experts(stage=0)),
+    "deepspeed-universal": Layout("deepspeed", deepspeed_universal),
+    "megatron": Layout("megatron", megatron, {}, "--ckpt-step 200"),
+    "megatron-common-in-dcp": Layout("megatron", megatron_common_in_dcp, {}, "--ckpt-step 200"),
+    "megatron-integrity": Layout(
+        "megatron",
+        megatron_integrity,
+        {"integrity.json": "Megatron reads it with --verify-integrity only, and verifies nothing without it"},
+        "--ckpt-step 200",
     ),
+    "megatron-legacy": Layout("megatron", megatron_legacy, {}, "--ckpt-step 200"),
+    "megatron-bridge": Layout("megatron-bridge", megatron_bridge, {}, "checkpoint.ckpt_step=200"),
+    "nemo": Layout("nemo", nemo),
+    "nemo-dcp": Layout("nemo", nemo_dcp),
+    "automodel": Layout("automodel", automodel, _CONFIG, "epoch_0_step_200"),
+    "automodel-global-ranks": Layout("automodel", automodel_global_ranks, _CONFIG, "epoch_0_step_200"),
+    "automodel-safetensors": Layout("automodel", automodel_safetensors, _CONFIG, "epoch_0_step_200"),
     "torch-checkpointing": Layout("torch-checkpointing", torch_checkpointing),
 }
 

@@ -18,6 +18,7 @@ from stepkeeper.config.rank_settings import attach_variables
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.watcher.ranks import RankSocket
 from stepkeeper_trainer.formats import messages as words
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 from tests.frameworks import environments, playing
 from tests.frameworks.playing import Framework
@@ -200,6 +201,23 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     assert Path(saved[0].directory).exists()
     assert [each.step for each in watcher.of(words.Finished)] == [STEPS]
     assert not (tmp_path / "run/outcome.json").exists(), "its exit code was not known"
+    trained = records.read_trained(tmp_path / "run")
+    assert trained is not None
+    assert (trained.launch, trained.step) == ("0.0", STEPS)
+
+
+def test_training_has_ended_whatever_the_script_does_then(play, tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    more = ["--steps", "6", "--every", "100000", "--variant", "failing"]
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("huggingface").play(tmp_path / "out", losses, arguments=more, further=further)
+        time.sleep(0.1)
+
+    assert codes == [3, 3], logs(losses)
+    trained = records.read_trained(tmp_path / "run")
+    assert trained is not None
+    assert trained.step == 6
 
 
 @pytest.mark.parametrize(
@@ -239,3 +257,43 @@ def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(name: str, play, tmp_pa
     hellos = [each for each in watcher.of(words.Hello) if each.rank == 0]
     assert [each.unable for each in hellos if each.unable] == ["the script has ended"]
     assert hellos[-1].unable
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("huggingface", ("", "")),
+        ("lightning", ("ddp", "")),
+        ("deepspeed", ("2", "{out}/")),  # it names the directory, and DeepSpeed reads `latest` there
+        ("accelerate", ("", "step_4")),
+    ],
+)
+def test_a_script_that_names_no_checkpoint_resumes_from_the_one_that_was_chosen(
+    name: str, script: tuple[str, str], play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    framework, (variant, resume) = play(name), script
+    more = ["--steps", "6", "--every", "2", "--variant", variant]
+    out, whole, again, anew = (tmp_path / each for each in ("out", "whole", "again", "anew"))
+    assert framework.play(out, whole, arguments=more) == [0, 0], logs(whole)
+    newest = Path(latest(out, capsys)["chosen"]["directory"])
+    if newest.is_file():
+        newest.write_bytes(newest.read_bytes()[:-100])
+    else:
+        max((each for each in newest.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size).unlink()
+    found = latest(out, capsys)["chosen"]
+    assert found["step"] == 4
+    chosen = {hook.CHECKPOINT_VARIABLE: f"{name}:{found['directory']}"}
+    how = {"resume": resume.format(out=out), "arguments": more}
+
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        assert framework.play(out, again, further=further | chosen, **how) == [0, 0], logs(again)
+
+    assert "resumes_from_chosen" in logs(again)
+    for rank in range(2):
+        expected = {step: loss for step, loss in playing.losses(whole, rank).items() if step > 4}
+        assert playing.losses(again, rank) == expected
+    if name == "huggingface":  # a training of another directory is another one
+        elsewhere = {"arguments": more, "further": further | chosen}
+        assert framework.play(tmp_path / "elsewhere", anew, **elsewhere) == [0, 0], logs(anew)
+        assert playing.losses(anew, 0) == playing.losses(whole, 0)

@@ -36,20 +36,26 @@ def lab(lab_factory) -> Lab:
     return lab_factory(grace_time_s=60, kill_wait_s=10)
 
 
+@pytest.mark.parametrize("script", ["names the checkpoint", "names none"])
 def test_a_preempted_trainer_saves_at_the_notice_and_goes_on_from_there(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
+    script: str, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python, why = environments.python("huggingface")
     if python is None:
         pytest.skip(why)
     # as root: the Python below the cached environments may lie in a closed home directory
-    training = Training(
-        lab, user="root", name="huggingface", run_args=("--attach", "auto"), env={"OMP_NUM_THREADS": "1"}
-    )
-    scripts, out, losses = (training.work / name for name in ("scripts", "out", "losses"))
+    name = f"huggingface-{script.replace(' ', '-')}"
+    training = Training(lab, user="root", name=name, run_args=("--attach", "auto"), env={"OMP_NUM_THREADS": "1"})
+    scripts, out, losses = (training.work / f"{name}-{each}" for each in ("scripts", "out", "losses"))
     shutil.copytree(playing.SCRIPTS, scripts)
-    account = [str(training.stepkeeper), str(out), str(python), str(scripts / "huggingface_script.py"), str(losses)]
-    training.command = ("bash", "-c", SCRIPT.format(steps=STEPS), "train", *account)
+    path = scripts / "huggingface_script.py"
+    if script == "names none":  # `trainer.train(resume_from_checkpoint=None)` at each start
+        training.run_args += ("--framework", "huggingface", "--checkpoint-dir", str(out))
+        options = ("--out", str(out), "--losses", str(losses), "--steps", str(STEPS), "--every", "100000")
+        training.command = (str(python), str(path), *options)
+    else:
+        account = [str(training.stepkeeper), str(out), str(python), str(path), str(losses)]
+        training.command = ("bash", "-c", SCRIPT.format(steps=STEPS), "train", *account)
     training.submit()
     training.until(lambda: training.events(on.Progressed) or training.exits(), "a step")
     acts.preempt(training)
@@ -61,12 +67,15 @@ def test_a_preempted_trainer_saves_at_the_notice_and_goes_on_from_there(
 
     assert saved.emergency, training.story()
     assert saved.framework == "huggingface"
-    resumed = [record.event.resumed_step for record in training.events(on.RankHello) if record.attempt == 1]
+    if script == "names none":  # its ranks say nothing new: they go on from where the supervisor says
+        resumed = [record.event.step for record in training.events(on.CheckpointChosen) if record.attempt == 1]
+    else:
+        resumed = [record.event.resumed_step for record in training.events(on.RankHello) if record.attempt == 1]
     assert saved.step in resumed, training.story()
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert training.events(on.TrainingFinished), training.story()
     for rank in range(2):
-        steps = [int(line.split()[0]) for line in (training.work / f"losses.{rank}").read_text().splitlines()]
+        steps = [int(line.split()[0]) for line in Path(f"{losses}.{rank}").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1)), f"rank {rank} did a step twice, or none"
     assert latest(out, capsys)["chosen"]["step"] >= saved.step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.adapters.generic import Patterns
+from stepkeeper.frameworks.asking import Newest
 from stepkeeper.frameworks.following import Following, follow
 from stepkeeper.submit import own_script
 
@@ -40,6 +42,7 @@ def seen(tmp_path: Path, text: str, command: str, directory: str | None = None) 
         (PARSED, "bash -c 'python train.py --output_dir out | tee log'", ("huggingface", "out", True)),
         (PARSED, "deepspeed train.py --output_dir out", ("huggingface", "out", True)),
         (PARSED, "python train.py", ("huggingface", "trainer_output", True)),
+        (PARSED, "python train.py --data output_dir", ("huggingface", "trainer_output", True)),
         (PARSED, "bash -c 'python train.py --output_dir $OUT'", ("huggingface", None, True)),
         (f"{TRAINER}Trainer(args=TrainingArguments(output_dir='here')).train()", "python train.py",
          ("huggingface", "here", False)),
@@ -190,7 +193,6 @@ def test_only_an_option_that_is_passed_on_as_it_is_is_the_resume_option(tmp_path
     [
         (TRAINER, "python train.py --output_dir runs/trl"),
         (TRAINER, "conda run -n trl python train.py"),
-        ("", "axolotl train config.yml"),
         ("", "trl sft --output_dir o"),
         (PARSED, "python train.py arguments.json"),
         (PARSED, "torchrun --nproc-per-node 2 train.py arguments.yaml"),
@@ -289,3 +291,96 @@ def test_patterns_of_ones_own_take_what_they_say(tmp_path: Path) -> None:
     assert found is not None
     assert (found.framework, found.directory, found.appended) == ("generic", tmp_path / "ck", True)
     assert found.patterns == patterns
+
+
+AXOLOTL = "base_model: x\noutput_dir: ./outputs/lora-out  # below\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "command", "expected"),
+    [
+        (AXOLOTL, "axolotl train c.yml", ("outputs/lora-out", ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "accelerate launch -m axolotl.cli.train c.yml",
+         ("outputs/lora-out", ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "axolotl train c.yml --output-dir b", ("b", ("--resume-from-checkpoint", "/p"))),
+        ("base_model: x\n", "axolotl train c.yml", ("model-out", ("--resume-from-checkpoint", "/p"))),
+        ("output_dir: *out\n", "axolotl train c.yml", (None, ("--resume-from-checkpoint", "/p"))),
+        ("a:\n  output_dir: x\n", "axolotl train c.yml", (None, ("--resume-from-checkpoint", "/p"))),
+        (AXOLOTL, "axolotl train c.yml --launcher torchrun -- --nproc_per_node=4", ("outputs/lora-out", None)),
+        (AXOLOTL, "axolotl preprocess c.yml", ("trainer_output", None)),
+        ("output_dir: 'saves/a b'\n", "llamafactory-cli train c.yml", ("saves/a b", ("resume_from_checkpoint=/p",))),
+        ("output_dir: saves\n", "llamafactory-cli train c.yml output_dir=other",
+         ("other", ("resume_from_checkpoint=/p",))),
+        ("stage: sft\n", "llamafactory-cli train c.yml", (None, ("resume_from_checkpoint=/p",))),
+        ("", "llamafactory-cli train --output_dir o", ("o", ("--resume_from_checkpoint", "/p"))),
+    ],
+)  # fmt: skip
+def test_programs_with_their_arguments_in_a_yaml_file_are_resumed_by_their_own_option(
+    tmp_path: Path, yaml: str, command: str, expected: tuple[str | None, tuple[str, ...] | None]
+) -> None:
+    if yaml:
+        (tmp_path / "c.yml").write_text(yaml)
+    directory, arguments = expected
+
+    found = seen(tmp_path, "", command)
+
+    assert found is not None
+    assert found.directory == (None if directory is None else tmp_path / directory), found
+    assert found.appended == (arguments is not None)
+    newest = Newest(
+        directory="/p", step=1, target=None, finished=None, how="", bytes_read=0,
+        arguments=("--resume_from_checkpoint", "/p"),
+    )  # fmt: skip
+    if arguments is not None:
+        assert found.arguments(newest) == arguments
+
+
+LIGHTNING = "import lightning as L\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "target"),
+    [
+        (LIGHTNING, "python train.py fit --trainer.max_steps 500", 500),
+        (LIGHTNING, "python train.py fit --trainer.max_steps=$STEPS", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=300).fit(m)", "python train.py", 300),
+        (f"{LIGHTNING}L.Trainer(max_steps=300).fit(m)", "python train.py --trainer.max_steps 500", 500),
+        (f"{LIGHTNING}L.Trainer(max_steps=-1).fit(m)", "python train.py", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=n).fit(m)", "python train.py", None),
+        (f"{LIGHTNING}L.Trainer(max_steps=3)\nL.Trainer(max_steps=4)", "python train.py", None),
+        (f"{LIGHTNING}other(max_steps=3)", "python train.py", None),
+        ("", "torchrun -m torchtitan.train --training.steps=1000", 1000),
+        ("import deepspeed", "deepspeed train.py --max-train-steps 40", 40),
+        ("import accelerate", "accelerate launch train.py --max_train_steps 40", 40),
+        ("from megatron.bridge import x", "python train.py train.train_iters=70", 70),
+        ("from megatron.training import x", "python train.py --train-iters 70", 70),
+        ("import torch.distributed.checkpoint", "python train.py --max_steps 4", None),
+    ],
+)
+def test_the_last_step_is_known_where_command_or_script_say_it(
+    tmp_path: Path, text: str, command: str, target: int | None
+) -> None:
+    found = seen(tmp_path, text, command)
+
+    assert found is not None
+    assert found.target == target
+
+
+@pytest.mark.parametrize(
+    ("target", "command", "expected"), [(500, "run", 500), ("--n", "run --n 7", 7), ("--n", "run", None)]
+)
+def test_patterns_of_ones_own_know_a_line_of_a_step_and_the_last_one(
+    tmp_path: Path, target: int | str, command: str, expected: int | None
+) -> None:
+    patterns = Patterns(steps="ckpt-{step}", step_line="[step {step}/*] loss", target=target)
+    known = selection.known(patterns)
+    named = selection.named("generic", "test", known, patterns)
+
+    found = follow(own_script.training(shlex.split(command), tmp_path), tmp_path, known, named=named, directory="out")
+
+    assert found is not None
+    assert found.target == expected
+    line = re.search(found.step_line, "rank 0 [step 12/500] loss 3.1")
+    assert line is not None
+    assert line[1] == "12"
+    assert re.search(found.step_line, "step 12 loss") is None

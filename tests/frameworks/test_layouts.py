@@ -7,10 +7,15 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
 
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
@@ -22,6 +27,7 @@ from tests.frameworks import layouts
 from tests.frameworks.layouts import LAYOUTS, Layout
 
 Said = tuple[int, str, str]
+RANKS = 2  # that save the layouts, where they do not say it themselves
 Command = Callable[..., Said]
 
 
@@ -99,10 +105,14 @@ SAME_WORLD = {
     "huggingface-deepspeed",
     "deepspeed-1",
     "deepspeed-3",
+    "lightning-deepspeed",
     "deepspeed-pipeline",
+    "deepspeed-pipeline-0",
+    "deepspeed-pipeline-tensor",
     "deepspeed-experts",
     "megatron-legacy",
     "automodel",
+    "automodel-global-ranks",
     "automodel-safetensors",
     "torch-checkpointing",
 }
@@ -117,7 +127,7 @@ def test_each_checkpoint_says_which_numbers_of_ranks_can_resume_from_it(
     rows = json.loads(command("ls", built(name), "--json")[1])["steps"]
 
     assert [row["may_change_world"] for row in rows] == [expected] * 2
-    assert rows[0]["world_size"] is None or name != "deepspeed-pipeline", "a pipeline's stages are not counted"
+    assert rows[0]["world_size"] is None or "pipeline" not in name, "a pipeline's stages are not counted"
     _, out, _ = command("ls", "-v", built(name))
     assert out.count("as many ranks as saved it" if expected == "no" else "any number of ranks") == 2
 
@@ -149,7 +159,7 @@ def test_without_any_one_of_its_files_the_checkpoint_before_is_chosen(
         for damage in ("lost", "cut"):
             relative = str(path.relative_to(newest))
             kind = (path.parent, path.suffix)
-            if relative in layout.optional or (damage == "cut" and (kind in cut or path.suffix == ".yaml")):
+            if damage == "cut" and (relative in layout.exempt or kind in cut or path.suffix == ".yaml"):
                 continue
             cut |= {kind} if damage == "cut" else set()
             kept = path.read_bytes()
@@ -157,21 +167,85 @@ def test_without_any_one_of_its_files_the_checkpoint_before_is_chosen(
                 path.unlink()
             else:
                 path.write_bytes(kept[: len(kept) * 2 // 3])
-            found = judged(layout, newest)
+            found = judged(layout, newest, world_size=RANKS)
             path.write_bytes(kept)
-            assert found is None or found.state is State.UNSETTLED, (relative, damage)  # it was changed just now
-    required = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.name not in layout.optional)
+            if relative in layout.exempt:
+                assert found is not None
+                assert found.state is State.COMPLETE, f"{relative} has no reason to be exempt"
+            else:
+                assert found is None or found.state is State.UNSETTLED, (relative, damage)  # it was changed just now
+    required = next(
+        each
+        for each in sorted(newest.rglob("*"))
+        if each.is_file() and str(each.relative_to(newest)) not in layout.exempt
+    )
     required.unlink()
     assert json.loads(command("latest", root, "--shallow", "--json")[1])["chosen"]["step"] == 100
 
 
-def judged(layout: Layout, path: Path, *, deep: bool = False) -> Judged | None:
+ONLY_BESIDE = {
+    "accelerate": {"scheduler.bin"},
+    "deepspeed-pipeline": {"layer_00-model_states.pt", "layer_03-model_states.pt"},
+    "deepspeed-pipeline-0": {f"layer_{layer:02d}-model_states.pt" for layer in (0, 3, 4)},
+    "deepspeed-pipeline-tensor": set(),
+    "huggingface-deepspeed": {"model.safetensors", "scheduler.pt"},
+    "automodel": {"config.yaml", "step_scheduler.pt"},
+    "automodel-global-ranks": {"config.yaml", "step_scheduler.pt", "dataloader/dataloader_dp_rank_1.pt"},
+    "automodel-safetensors": {
+        "config.yaml",
+        "step_scheduler.pt",
+        "model/shard-00002-model-00001-of-00001.safetensors",
+    },
+}
+"""Files whose loss nothing but the checkpoint beside shows, in a directory with one checkpoint."""
+
+
+@pytest.mark.parametrize("name", ONLY_BESIDE)
+def test_a_checkpoint_that_is_alone_says_itself_what_it_lacks(
+    name: str, built: Callable[[str], Path], command: Command, tmp_path: Path
+) -> None:
+    root, layout = copied(built(name), tmp_path), LAYOUTS[name]
+    newest = step_200(root, command)
+    for each in recognise.known()[layout.framework].list_steps(newest.parent):
+        if each.path != newest:
+            shutil.rmtree(each.path)
+    whole = set()
+    for path in sorted(each for each in newest.rglob("*") if each.is_file()):
+        kept = path.read_bytes()
+        path.unlink()
+        found = judged(layout, newest, world_size=RANKS)
+        path.write_bytes(kept)
+        if found is not None and found.state is State.COMPLETE:
+            whole.add(str(path.relative_to(newest)))
+    assert judged(layout, newest, world_size=RANKS) is not None
+    assert whole == ONLY_BESIDE[name]
+
+
+def test_files_that_a_script_saves_no_more_are_missed_once(
+    built: Callable[[str], Path], command: Command, tmp_path: Path
+) -> None:
+    root, layout = copied(built("accelerate"), tmp_path), LAYOUTS["accelerate"]
+    step_200(root, command)
+    for step in (300, 400):
+        path = layout.build(root, step)
+        (path / "scheduler.bin").unlink()
+
+    states = {step: judged(layout, root / f"checkpoint_{step}") for step in (200, 300, 400)}
+
+    assert {step: each.state.chosen_from for step, each in states.items() if each is not None} == {
+        200: True,
+        300: False,
+        400: True,
+    }
+
+
+def judged(layout: Layout, path: Path, *, deep: bool = False, world_size: int | None = None) -> Judged | None:
     """Judge one checkpoint; None where it is no longer listed."""
     framework = recognise.known()[layout.framework]
     step = next((step for step in framework.list_steps(path.parent) if step.path == path), None)
     if step is None:
         return None
-    how = How(environment=os.environ, deep=deep, cached=False, world_size=None, reading=Reading(threads=1))
+    how = How(environment=os.environ, deep=deep, cached=False, world_size=world_size, reading=Reading(threads=1))
     return judge(framework, step, how)
 
 
@@ -357,6 +431,8 @@ def test_a_layout_of_ones_own_is_described_in_the_configuration(command: Command
     [
         ("[framework.generic]\nsteps = 'x'\n", "is no name with {step} once in it"),
         ("[framework.generic]\nstep = 'x-{step}'\n", "[framework.generic]"),
+        ("[framework.generic]\nsteps = 'x-{step}'\nstep_line = 'loss'\n", "is no line with {step} once in it"),
+        ("[framework.generic]\nsteps = 'x-{step}'\ntarget = 0\n", "is neither a step nor an option"),
         ("[framework]\nfoo = 1\n", "no `foo`"),
         ("framework = 3\n", "framework"),
         ("[framework]\nname = 'nanotron'\n", "is no framework that is known"),
@@ -447,3 +523,31 @@ def test_our_own_step_directories_stay_ours(command: Command, tmp_path: Path) ->
     assert command("ls", tmp_path / "empty")[0] == ExitCode.NOTHING_FOUND
     code, _, err = command("ls", tmp_path / "empty", "--framework", "auto")
     assert (code, "no checkpoint of a framework that is known" in err) == (ExitCode.NOTHING_FOUND, True)
+
+
+@pytest.mark.parametrize("damage", ["", "zeros at its start", "zeros in it", "cut"])
+def test_compressed_items_are_followed_to_their_ends(damage: str, command: Command, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in (100, 200):
+        state = {"model": {"a": torch.randn(200_000, generator=generator)}, "optim": {"a": layouts.tensor()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path = tmp_path / f"step-{step}"
+            writer = FileSystemWriter(path, _extensions=[ZStandard()])
+            dcp.save(state, storage_writer=writer, no_dist=True)
+    [file] = path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    if damage == "zeros at its start":
+        data[:4096] = bytes(4096)
+    elif damage == "zeros in it":  # as blocks look that never reached the disk
+        at = len(data) // 2
+        data[at : at + 262144] = bytes(262144)
+    elif damage == "cut":  # an item that ends early, in a file of the right size
+        data = data[:600_000] + data[700_000:] + bytes(100_000)
+    file.write_bytes(data)
+
+    code, out, _ = command("verify", path)
+
+    assert (code == 0) == (not damage), out
+    assert ("its compressed item at byte" in out) == bool(damage)
+    assert "follows its frames, and compares no bytes" in out or damage

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.cli.main import main
+from stepkeeper.frameworks import choosing, recognise
+from stepkeeper.frameworks.choosing import How, State
+from stepkeeper_trainer.formats.reading import Reading
 from tests.frameworks import environments, playing
 from tests.frameworks.playing import Framework, Kill
 
@@ -79,6 +82,20 @@ CASES = [
         Kill(0, "rename", "tmp_step_4"),
     ]),
 ]  # fmt: skip
+
+
+SAVED = [
+    *CASES,
+    *(
+        Case(
+            f"deepspeed-{variant}", "deepspeed", "deepspeed_parallel_script.py", ["deepspeed"], [],
+            arguments=f"--variant {variant}",
+        )
+        for variant in ("pipeline-0", "pipeline-1", "experts-0", "experts-2")
+    ),
+]  # fmt: skip
+NOT_NEEDED = {"huggingface": {"training_args.bin": "the Trainer of the new launch has arguments of its own"}}
+"""Files that a resume does not need, and why."""
 
 
 class Played:
@@ -224,6 +241,29 @@ def test_deepspeed_without_a_tag_loads_what_the_repaired_latest_names(
     assert codes == [0, 0], logs
     for rank in range(2):
         assert playing.losses(losses, rank) == {step: x for step, x in played.loss(rank).items() if step > 4}
+
+
+@pytest.mark.parametrize("case", SAVED, ids=lambda case: case.name)
+def test_a_real_checkpoint_that_lost_any_file_is_not_complete(case: Case, play, tmp_path: Path) -> None:
+    played = play(case)
+    out = tmp_path / "out"
+    shutil.copytree(played.out, out, symlinks=True)
+    found = recognise.of_directory(out, recognise.known())
+    assert found is not None
+    how = How(environment={}, deep=False, cached=False, world_size=2, reading=Reading(threads=1))
+    before = choosing.judge_all(found.framework, out, how)
+    assert [each.state for each in before] == [State.COMPLETE] * 3, before
+    newest = before[0].step.path
+    files = sorted(each for each in newest.rglob("*") if each.is_file()) if newest.is_dir() else []
+    passed = set()
+    for path in files:
+        kept = path.read_bytes()
+        path.unlink()
+        after = choosing.judge_all(found.framework, out, how)
+        path.write_bytes(kept)
+        if after[0].step.path == newest and after[0].state.chosen_from:
+            passed.add(str(path.relative_to(newest)))
+    assert passed == set(NOT_NEEDED.get(case.name, ()))
 
 
 def _inside_a_record(data: bytes) -> int:

@@ -71,6 +71,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Checkpoints": (
         "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
         "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
+        "repair_pointers",
     ),
     "Notices, time limit, stop": (
         "attach", "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",

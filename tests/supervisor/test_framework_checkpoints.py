@@ -17,11 +17,15 @@ from stepkeeper.cli import attempt
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.frameworks import choosing
+from stepkeeper.doctor.script import examine
+from stepkeeper.frameworks import choosing, recognise
 from stepkeeper.frameworks.adapters.generic import Generic, Patterns
-from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.following import Following, follow
 from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.frameworks.recognise import Finding
+from stepkeeper.frameworks.script import Script
 from stepkeeper.loop_tools import Clock
+from stepkeeper.run_store import worlds
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import checkpoints as acts
 from stepkeeper.supervisor.actions import foreign as module
@@ -29,6 +33,7 @@ from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
 from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
+from stepkeeper_trainer.formats import lease, records
 from stepkeeper_trainer.formats.reading import Reading
 
 WITHIN_S = 120.0
@@ -39,7 +44,7 @@ HOW = choosing.How(environment={}, deep=False, cached=False, world_size=None, re
 class Case:
     """Checkpoints below a directory, and the supervisor's part that looks at them."""
 
-    def __init__(self, tmp_path: Path, **more: object) -> None:
+    def __init__(self, tmp_path: Path, *, repairs: lease.Lease | None = None, **more: object) -> None:
         self.root = tmp_path / "out"
         self.own = tmp_path / "run" / "checkpoints"
         self.inbox = Inbox(Clock())
@@ -48,7 +53,17 @@ class Case:
         environment = {**os.environ, "HOME": str(tmp_path / "home")}
         environment.pop("XDG_STATE_HOME", None)
         log = structlog.get_logger()
-        self.foreign = ForeignCheckpoints(following, environment, bytes_per_s=None, inbox=self.inbox, log=log)
+        self.run = tmp_path / "run"
+        self.run.mkdir()
+        self.foreign = ForeignCheckpoints(
+            following,
+            environment,
+            run_directory=self.run,
+            bytes_per_s=None,
+            inbox=self.inbox,
+            log=log,
+            repairs=repairs,
+        )
 
     def step(self, number: int, *, done: bool = True) -> Path:
         path = self.root / f"ckpt-{number}"
@@ -189,6 +204,85 @@ def test_a_launch_that_wrote_the_last_step_has_finished_whatever_its_exit_code(t
     assert case.foreign.end(134, resumed_from=str(early)) == End(step=10)
 
 
+def deepspeed(tmp_path: Path, *, repairs: bool = True) -> Case:
+    """Return a case with steps 10 and 20 of ZeRO 2, `latest` of 20, and the optimizer's state of a rank lost in 20."""
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    ours = lease.Lease(job_id=1, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0)
+    case = Case(tmp_path, framework="deepspeed", patterns=None, repairs=ours if repairs else None)
+    for step in (10, 20):
+        layouts.deepspeed(2)(case.root, step)
+    next((case.root / "global_step20").glob("*_rank_1_*_optim_states.pt")).unlink()
+    return case
+
+
+def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: Path) -> None:
+    case = deepspeed(tmp_path)
+    chosen = case.choose().directory
+    assert chosen == str(case.root / "global_step10")
+    seen = tmp_path / "seen"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncp {case.root}/latest {seen}\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=case.run,
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=chosen)
+
+    with structlog.testing.capture_logs() as said:
+        Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+        limit = time.monotonic() + WITHIN_S
+        while not isinstance(case.inbox.get(1.0), on.LaunchEnded):
+            assert time.monotonic() < limit
+
+    assert seen.read_text() == "global_step10"
+    [repaired] = [each for each in said if each["event"] == "pointer_repaired"]
+    assert (repaired["file"], repaired["named"], repaired["names"]) == (
+        str(case.root / "latest"), "global_step20", "global_step10",
+    )  # fmt: skip
+    [world] = worlds.read(case.run)
+    assert (world.launch, world.ranks) == (0, 1)
+
+
+@pytest.mark.parametrize("why", ["not asked for", "another attempt has the run", "another checkpoint", "a link"])
+def test_a_pointer_file_is_left_alone_where_it_is_not_ours_to_change(tmp_path: Path, why: str) -> None:
+    case = deepspeed(tmp_path, repairs=why != "not asked for")
+    chosen = case.choose().directory
+    if why == "another attempt has the run":
+        later = lease.Lease(job_id=2, restart_count=0, attempt=1, node="n2", pid=1, taken_at=1.0)
+        (case.run / "lease.json").write_bytes(msgspec.json.encode(later))
+    if why == "a link":
+        os.rename(case.root / "latest", tmp_path / "elsewhere")
+        os.symlink(tmp_path / "elsewhere", case.root / "latest")
+
+    with structlog.testing.capture_logs() as said:
+        case.foreign.repair("/another" if why == "another checkpoint" else chosen, lambda: False)
+
+    assert (case.root / "latest").read_text() == "global_step20"
+    assert [each["event"] for each in said] == (["pointer_not_repaired"] if why == "a link" else [])
+
+
+def test_where_training_goes_back_the_pointer_file_does_too(tmp_path: Path) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = deepspeed(tmp_path)
+    layouts.deepspeed(2)(case.root, 30)
+    assert case.choose().step == 30
+    case.foreign.roll_back(do.RollBack(launch=3, below_step=30))
+    event = case.inbox.get(WITHIN_S)
+    assert isinstance(event, on.RolledBack)
+
+    case.foreign.repair(event.directory, lambda: False)
+
+    assert (case.root / "latest").read_text() == "global_step10"
+
+
 def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path: Path) -> None:
     case = Case(tmp_path, framework="huggingface", patterns=None)
     early = trainer_state(case.root, 10, 20)
@@ -205,6 +299,42 @@ def test_a_checkpoint_that_the_choice_passed_over_is_none_of_the_launch(tmp_path
     time.sleep(0.02)
     optimizer.write_bytes(good)  # the launch writes it anew
     assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=20)
+
+
+@pytest.mark.parametrize(
+    ("framework", "lost"), [("huggingface", "rng_state_3.pth"), ("accelerate", "random_states_3.pkl")]
+)
+def test_the_launch_that_saved_a_checkpoint_says_how_many_ranks_it_is_of(
+    tmp_path: Path, framework: str, lost: str
+) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = Case(tmp_path, framework=framework, patterns=None)
+    build = layouts.LAYOUTS[framework].build
+    paths = {step: build(case.root, step) for step in (100, 200, 300)}
+    for step, count in ((100, 2), (200, 4), (300, 3)):
+        for rank in range(2, count):
+            name = lost.replace("3", str(rank))
+            shutil.copy(paths[step] / lost.replace("3", "0"), paths[step] / name)
+    now = time.time()
+    for step, path in paths.items():
+        os.utime(path, (now - 1000 + step, now - 1000 + step))
+    for at, ranks in ((-850, 4), (-750, 3)):  # before them was another run
+        worlds.note(case.run, worlds.World(at=now + at, attempt=0, launch=0, ranks=ranks))
+
+    (paths[300] / lost.replace("3", "2")).unlink()
+    (paths[200] / lost).unlink()
+    for step in (200, 300):
+        os.utime(paths[step], (now - 1000 + step, now - 1000 + step))
+
+    event = case.choose()
+
+    assert event.directory == str(paths[100])
+    newest, next_one = (each.problem for each in event.skipped)
+    assert "missing of rank 2 of 3" in newest
+    assert "missing of rank 3 of 4" in next_one
+    os.utime(paths[200], (now - 849, now - 849))  # the clocks of two nodes do not tell whether it is of that launch
+    assert case.choose().directory == str(paths[200])
 
 
 def test_a_zero_checkpoint_needs_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
@@ -242,6 +372,33 @@ def test_a_universal_checkpoint_is_chosen_where_the_script_loads_such_ones(tmp_p
     assert case.foreign.arguments(event.directory) == ((option,) if takes else ())
 
 
+def launched(case: Case, said: str, code: int, *, foreign: bool = True) -> on.LaunchEnded:
+    """Return the end of a launch whose srun says something and ends with a code."""
+    bin_directory = case.run / "bin"
+    bin_directory.mkdir()
+    # a child of it that has not become another program yet would look like srun's second process, which we end
+    (bin_directory / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"{said}\" >&2\nexit {code}\n")
+    (bin_directory / "srun").chmod(0o755)
+    job = Job(
+        command=("python", "train.py"),
+        torchrun=False,
+        geometry=Geometry(tasks_per_node=1),
+        run_directory=case.run,
+        run_id="r1",
+        attempt=0,
+        socket="@x",
+    )
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
+    environment = {"PATH": f"{bin_directory}:/usr/bin:/bin"}
+    Launch(job, meeting, environment, inbox=case.inbox, foreign=case.foreign if foreign else None)
+    limit = time.monotonic() + WITHIN_S
+    while True:
+        assert time.monotonic() < limit
+        event = case.inbox.get(1.0)
+        if isinstance(event, on.LaunchEnded):
+            return event
+
+
 @pytest.mark.parametrize(
     ("said", "code", "finished"),
     [
@@ -258,28 +415,9 @@ def test_ranks_that_were_ended_from_outside_have_not_finished(
 ) -> None:
     case = Case(tmp_path, framework="huggingface", patterns=None)
     trainer_state(case.root, 20, 20)
-    (tmp_path / "bin").mkdir()
-    # a child of it that has not become another program yet would look like srun's second process, which we end
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"{said}\" >&2\nexit {code}\n")
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    job = Job(
-        command=("python", "train.py"),
-        torchrun=False,
-        geometry=Geometry(tasks_per_node=1),
-        run_directory=tmp_path / "run",
-        run_id="r1",
-        attempt=0,
-        socket="@x",
-    )
-    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
 
-    Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
+    event = launched(case, said, code)
 
-    limit = time.monotonic() + WITHIN_S
-    event = None
-    while not isinstance(event, on.LaunchEnded):
-        assert time.monotonic() < limit
-        event = case.inbox.get(1.0)
     assert (event.code, event.finished) == (code, finished)
     assert event.step == (20 if finished else None)
 
@@ -290,8 +428,48 @@ def test_where_0_is_no_end_the_last_step_must_be_reached(tmp_path: Path) -> None
     case.step(20)
     assert case.foreign.end(0, resumed_from=None) == End(step=20, target=30)
     assert case.foreign.end(1, resumed_from=None) == End(step=20)
-    case.step(30)
-    assert case.foreign.end(0, resumed_from=None) == End(step=30)
+    last = case.step(30)
+    assert case.foreign.end(0, resumed_from=None) == End(finished=True, step=30)
+    assert case.foreign.end(1, resumed_from=None) == End(finished=True, step=30)
+    assert case.foreign.end(1, resumed_from=str(last)) == End(step=30)  # it wrote nothing itself
+
+
+def test_a_last_checkpoint_of_the_model_alone_is_the_end_too(tmp_path: Path) -> None:
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    case = Case(tmp_path, framework="torchtitan", patterns=None, target=300)
+    early = layouts.torchtitan(case.root, 200)
+    assert case.choose().directory == str(early)
+    assert case.foreign.end(1, resumed_from=None) == End(step=200)
+    last = case.root / "checkpoint/step-300"
+    layouts.save_dcp(last, {"a": layouts.tensor()})
+
+    assert case.foreign.end(1, resumed_from=str(early)) == End(finished=True, step=300)
+
+    assert case.choose().directory == str(early)  # it is passed over now, and is no later launch's own
+    assert case.foreign.end(1, resumed_from=str(early)) == End(step=200)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "launch", "finished"),
+    [
+        ("", 0, "0.0", True),
+        ("srun: error: n1: task 0: Exited with exit code 1", 1, "0.0", True),
+        ("srun: error: n1: task 0: Aborted (core dumped)", 134, "0.0", True),
+        ("srun: error: n1: task 0: Terminated", 143, "0.0", False),
+        ("srun: error: n1: task 0: Exited with exit code 1", 1, "0.1", False),
+    ],
+)
+def test_where_the_framework_has_come_to_its_end_the_run_has_too(
+    tmp_path: Path, said: str, code: int, launch: str, finished: object
+) -> None:
+    case = Case(tmp_path)
+    records.write_trained(case.run, records.Trained(launch=launch, step=40, at=0.0))
+
+    event = launched(case, said, code, foreign=code != 134)  # also where no directory of checkpoints is known
+
+    assert (event.code, event.finished) == (code, finished)
+    assert event.step == (40 if finished else None)
 
 
 def test_0_is_no_end_where_the_checkpoints_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,4 +542,38 @@ def test_the_first_launch_says_what_a_resume_would_lack(
         attempt.say_framework(Following(**values), command.split(), settings, structlog.get_logger())  # type: ignore[arg-type]
         attempt.say_framework(None, command.split(), settings, structlog.get_logger())
 
-    assert [each["event"] for each in logged] == ["framework_recognized", *expected]
+    said = [each["event"] for each in logged]
+    assert said == ["framework_recognized", *expected, "cannot_save_on_notice"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "expected"),
+    [
+        ("deepspeed", {}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("deepspeed", {"repair_pointers": True}, ["cannot_save_on_notice"]),
+        ("deepspeed", {"attach": "auto"}, []),
+        ("deepspeed", {"attach": "lightning"}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("dcp", {"attach": "auto"}, ["framework_cannot_resume", "cannot_save_on_notice"]),
+        ("automodel", {"resume_argument": True}, []),
+        ("megatron", {"resume_argument": True}, ["cannot_save_on_notice"]),
+    ],
+)
+def test_the_start_says_once_what_a_notice_and_a_resume_would_lack(
+    framework: str, settings: dict[str, object], expected: list[str], tmp_path: Path
+) -> None:
+    known = recognise.known()
+    words = Script(("python", "train.py"))
+    found = follow(words, tmp_path, known, named=Finding(known[framework], "test"), directory="out")
+
+    with structlog.testing.capture_logs() as logged:
+        wanted = msgspec.structs.replace(RunSettings(), **settings)
+        attempt.say_framework(found, words.words, wanted, structlog.get_logger())
+
+    assert [each["event"] for each in logged[1:]] == expected
+    assert [each.level.value for each in examine(
+        found, words.words, attach=wanted.attach, resume_argument=wanted.resume_argument, ours=False,
+        repair_pointers=wanted.repair_pointers,
+    )][1:3] == [
+        "warning" if "cannot_save_on_notice" in expected else "ok",
+        "warning" if "framework_cannot_resume" in expected else "ok",
+    ]  # fmt: skip

@@ -247,6 +247,11 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
     """The run directory's name holds a byte that no path may have, from the end of the launch on."""
 
     class Foreign:
+        def note_launch(self, *given: object) -> None:
+            raise ValueError(f"{given}: nobody has foreseen this launch")
+
+        repair = note_launch
+
         def end(self, code: int, *, resumed_from: str | None) -> End:
             raise ValueError(f"{code}, {resumed_from}: nobody has foreseen this checkpoint")
 
@@ -257,11 +262,11 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
     (tmp_path / "srun").chmod(0o755)
     launch.Launch(job, meeting, {"PATH": str(tmp_path)}, inbox=inbox, foreign=Foreign())  # type: ignore[arg-type]
 
-    found = events(inbox, 2)
+    found = events(inbox, 4)
 
     assert {type(each) for each in found} == {on.PartFailed, on.LaunchEnded}
     assert [(each.code, each.finished) for each in found if isinstance(each, on.LaunchEnded)] == [(1, False)]
-    assert [part for part, _ in reported] == [Part.FRAMEWORK]
+    assert [part for part, _ in reported] == [Part.FRAMEWORK] * 3
 
 
 # --- a message that is too long -------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from stepkeeper.watcher.ranks import RankSocket
 from stepkeeper_trainer.formats.messages import Finished, Hello
+from stepkeeper_trainer.formats.records import read_trained
 from tests.trainer.attachment_scenes import STEPS
 from tests.trainer.scenes import Stage
 
@@ -85,11 +86,14 @@ attachment.ended({steps})
 """
 
 
+ANOTHER = 'attach("generic", lambda: Training(framework="generic", version="generic 1", total_steps=9)); sys.exit(1)'
+
+
 @pytest.mark.parametrize(
     ("steps", "end", "code", "finished"),
-    [(3, "sys.exit(1)", 1, [3]), (2, "", 0, [])],
+    [(3, "sys.exit(1)", 1, [3]), (2, "", 0, []), (3, ANOTHER, 1, [])],
 )
-def test_the_end_of_training_leaves_it_to_the_exit_code_whether_the_script_has_finished(
+def test_the_end_of_training_is_kept_whatever_the_script_does_then(
     steps: int, end: str, code: int, finished: list[int], tmp_path: Path
 ) -> None:
     socket = RankSocket(f"@{tmp_path.name}-{os.getpid()}")
@@ -107,8 +111,10 @@ def test_the_end_of_training_leaves_it_to_the_exit_code_whether_the_script_has_f
 
     assert ended.returncode == code, ended.stderr
     assert [each.step for each in said if isinstance(each, Finished)] == finished
-    assert [each.unable for each in said if isinstance(each, Hello)][-1] == "the training has ended"
-    assert not (tmp_path / "outcome.json").exists(), "a supervisor takes it for finished whatever the exit code is"
+    assert "the training has ended" in [each.unable for each in said if isinstance(each, Hello)]
+    assert not (tmp_path / "outcome.json").exists(), "that counts also where the script is ended from outside"
+    trained = read_trained(tmp_path)
+    assert ([] if trained is None else [(trained.launch, trained.step)]) == [("0.0", step) for step in finished]
 
 
 WITHDRAWS = """

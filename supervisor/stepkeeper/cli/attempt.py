@@ -15,7 +15,7 @@ from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import selection
-from stepkeeper.frameworks.following import Following, follow
+from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.run_store import journal, paths, run_registry, submission
 from stepkeeper.run_store.paths import RunDirectory
@@ -107,27 +107,32 @@ def say_framework(found: Following | None, command: Sequence[str], settings: Run
     """Say which framework is followed, and what it cannot do, at the first launch and not at the first resume."""
     if found is None:
         return
+    resume = found.resume or without_argument(found, attach=settings.attach, repair_pointers=settings.repair_pointers)
     log.info(
         "framework_recognized",
         framework=found.framework,
         why=found.why,
         checkpoints=str(found.directory or "unknown"),
         where=found.where,
-        resume=found.resume or "unknown",
+        resume=resume or "unknown",
         save=found.save,
     )
     if found.directory is None:
         log.warning("framework_directory_unknown", framework=found.framework, why=found.where)
-    elif not found.resume and not found.has_arguments:
-        why = "this framework has no resume argument: have the script read STEPKEEPER_RESUME_FROM"
+    elif not resume and not found.has_arguments:
+        other = ", or set --repair-pointers" if found.points else ""
+        why = f"this framework has no resume argument: have the script read STEPKEEPER_RESUME_FROM{other}"
         log.warning("framework_cannot_resume", framework=found.framework, why=why)
-    elif not (found.resume or settings.resume_argument or cmd.has_place(command)):
+    elif not (resume or settings.resume_argument or cmd.has_place(command)):
         log.warning(
             "framework_cannot_resume",
             framework=found.framework,
             why="nothing shows that the script takes a resume argument of this framework: say {resume} where it goes, "
             "set --resume-argument, or have the script read STEPKEEPER_RESUME_FROM",
         )
+    said = notice(found, command, attach=settings.attach)
+    if not said.answered:
+        log.warning("cannot_save_on_notice", framework=found.framework, why=said.means, ask_for=said.remedy)
 
 
 def job(

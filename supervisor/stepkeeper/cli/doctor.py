@@ -98,6 +98,7 @@ def _script(command: tuple[str, ...]) -> list[Finding]:
         command,
         attach=settings.attach,
         resume_argument=settings.resume_argument,
+        repair_pointers=settings.repair_pointers,
         ours=following.uses_ours(own_script.training(command, Path.cwd())),
     )
 

@@ -161,6 +161,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         gpus_per_node=allocation.gpus_per_node,
         free_bytes_min=int(settings.free_gib_min * 2**30),
         notify_command=settings.notify_command,
+        repair_pointers=settings.repair_pointers,
         standby_imports=attempt.standby_imports(settings),
         reading=Limits(mib_per_s=settings.verify_mib_per_s),
     )

@@ -34,7 +34,7 @@ PASSED_ON = frozenset(
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
         "STANDBY", "STANDBY_WORDS",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
-        "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA", "ATTACHED", "ATTACH_PACKAGES", "RELEASE",
+        "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA", "ATTACHED", "ATTACH_PACKAGES", "ATTACH_CHECKPOINT", "RELEASE",
         "CONTINUES",  # what a job that was submitted in place of another gets
     )
 )  # fmt: skip

@@ -165,8 +165,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     says it."""
 
     attach: Annotated[str, About(metavar="off|auto|NAME", choices=ATTACH)] = "off"
-    """Have an unmodified script of another framework save its own checkpoint on a notice (docs/frameworks.md): in
-    whichever framework it uses (`auto`), or in the named one only."""
+    """Have an unmodified script of another framework save its own checkpoint on a notice, and resume from the chosen
+    one where its own call names none (docs/frameworks.md): in whichever framework it uses (`auto`), or in the named
+    one only."""
+
+    repair_pointers: Annotated[bool, About()] = False
+    """Before each launch, have the file by which DeepSpeed or Megatron finds its checkpoint (`latest`, the tracker)
+    name the one that the launch resumes from (docs/frameworks.md).  No other file of the framework is changed."""
 
     policy: Policy = Policy()
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepkeeper.doctor.site import Finding, Level
-from stepkeeper.frameworks.following import Following
+from stepkeeper.frameworks.following import Following, notice, without_argument
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.slurm import cmd
-from stepkeeper_trainer.integrations import hook
-
-_PERIODIC = "at a notice the last periodic checkpoint counts: what was trained since then is trained again"
 
 
 def examine(
-    found: Following | None, command: Sequence[str], *, attach: str, resume_argument: bool | None, ours: bool
+    found: Following | None,
+    command: Sequence[str],
+    *,
+    attach: str,
+    resume_argument: bool | None,
+    ours: bool,
+    repair_pointers: bool = False,
 ) -> list[Finding]:
     """Return what there is to say of a command.
 
@@ -24,6 +27,7 @@ def examine(
         attach: the setting.
         resume_argument: the setting.
         ours: the script uses our own trainer library.
+        repair_pointers: the setting.
     """
     if ours:
         means = "it saves on a notice, and resumes from what it has saved"
@@ -41,7 +45,12 @@ def examine(
     return [
         _directory(found),
         _notice(found, command, attach),
-        _resume(found, command, setting=resume_argument),
+        _resume(
+            found,
+            command,
+            setting=resume_argument,
+            other=without_argument(found, attach=attach, repair_pointers=repair_pointers),
+        ),
         _world(found),
     ]
 
@@ -61,25 +70,12 @@ def _directory(found: Following) -> Finding:
 
 
 def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
-    subject = "save on notice"
-    if found.framework in hook.NAMES and attach in ("auto", found.framework):
-        means = "at a notice all ranks save the framework's own checkpoint at one step, and leave together"
-        return Finding(level=Level.OK, subject=subject, found=f"--attach {attach}", means=means)
-    if found.notice_options:
-        given = [option for option in found.notice_options if option in command]
-        if given:
-            means = f"it saves on its own on the stop signal: {found.save}"
-            return Finding(level=Level.OK, subject=subject, found=given[0], means=means)
-        remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
-        return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
-    if found.framework in hook.NAMES:
-        remedy = "set --attach auto (versions: docs/frameworks.md)"
-    else:
-        remedy = f"save often enough; the script itself can save: {found.save}"
-    return Finding(level=Level.WARNING, subject=subject, found="none", means=_PERIODIC, remedy=remedy)
+    said = notice(found, command, attach=attach)
+    level = Level.OK if said.answered else Level.WARNING
+    return Finding(level=level, subject="save on notice", found=said.shown, means=said.means, remedy=said.remedy)
 
 
-def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -> Finding:
+def _resume(found: Following, command: Sequence[str], *, setting: bool | None, other: str) -> Finding:
     subject, means = "resume argument", "the newest verified checkpoint is passed to the script at each launch"
     if found.has_arguments and cmd.has_place(command):
         place = "where {resume} stands"
@@ -87,6 +83,8 @@ def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -
         place = f"at the end of the command ({found.resume or '--resume-argument'})"
     elif found.resume:
         place, means = found.resume, "the script itself takes the newest verified checkpoint"
+    elif other:
+        place, means = other, "the newest verified checkpoint is taken at each launch"
     else:
         return Finding(
             level=Level.WARNING,
@@ -95,7 +93,9 @@ def _resume(found: Following, command: Sequence[str], *, setting: bool | None) -
             means="STEPKEEPER_RESUME_FROM names the newest verified checkpoint, and the script does not read it",
             remedy="write {resume} where it goes, set --resume-argument, or have the script read that variable"
             if found.has_arguments
-            else "have the script read that variable: this framework has no resume argument",
+            else "have the script read that variable"
+            + (", or set --repair-pointers" if found.points else "")
+            + ": this framework has no resume argument",
         )
     return Finding(level=Level.OK, subject=subject, found=place, means=means)
 

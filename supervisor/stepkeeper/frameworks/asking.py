@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from stepkeeper.frameworks import choosing, recognise
+from stepkeeper.frameworks import choosing, recognise, repair
 from stepkeeper.frameworks.adapters.generic import Generic, Patterns
-from stepkeeper.frameworks.choosing import How, Judged
-from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.frameworks.choosing import How, Judged, Launched, State
+from stepkeeper.frameworks.framework import Framework, WorldChange
+from stepkeeper.frameworks.repair import Pointing, RefusedError
 from stepkeeper_trainer.formats.reading import Reading
 
 
@@ -39,6 +41,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     below_step: int | None = None  # only older ones count
     left_out: tuple[Seen, ...] = ()  # that do not count
     converted: bool = False  # the script loads those that were made of others
+    launched: tuple[Launched, ...] = ()  # that have perhaps saved them, the oldest first
+    repair: Repair | None = None
+
+
+class Repair(msgspec.Struct, frozen=True, kw_only=True):
+    """Have the pointer files name the checkpoint that the question is answered with, if it is this one."""
+
+    directory: str
+
+
+class Pointed(msgspec.Struct, frozen=True, kw_only=True):
+    """A pointer file that named another checkpoint."""
+
+    file: str
+    named: str  # what it named
+    names: str  # the checkpoint
+    error: str = ""  # why it was not rewritten
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +65,8 @@ class Passed(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     problem: str
+    step: int | None = None
+    whole: bool = False  # it lacks nothing but what a resume needs
 
 
 class Newest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +91,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     passed: tuple[Passed, ...] = ()
     passed_seen: tuple[Seen, ...] = ()  # the same, as they were
     left_out: tuple[Seen, ...] = ()  # those that are not below `below_step`
+    pointed: tuple[Pointed, ...] = ()
 
 
 def answer(question: Question) -> Answer:
@@ -84,6 +106,7 @@ def answer(question: Question) -> Answer:
         deep=question.deep,
         cached=True,
         world_size=None,
+        launched=question.launched,
         reading=Reading(bytes_per_s=question.bytes_per_s),
     )
     beyond: list[Seen] = []
@@ -97,9 +120,16 @@ def answer(question: Question) -> Answer:
         beyond.append(seen)
         return True
 
+    if question.repair is not None:
+        return Answer(pointed=_repaired(framework, root, how, question.repair, left_out))
     chosen, skipped = choosing.newest(framework, root, how, left_out=left_out, by_name=question.by_name)
     passed = tuple(
-        Passed(name=_name(each, root), problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"))
+        Passed(
+            name=_name(each, root),
+            problem=_shown(f"{each.state.value}: {'; '.join(each.problems)}"),
+            step=each.number,
+            whole=each.state is State.NOT_RESUMABLE,
+        )
         for each in skipped
     )
     return Answer(
@@ -108,6 +138,29 @@ def answer(question: Question) -> Answer:
         passed_seen=tuple(map(_seen, skipped)),
         left_out=tuple(beyond),
     )
+
+
+def _repaired(
+    framework: Framework, root: Path, how: How, wanted: Repair, left_out: Callable[[Judged], bool]
+) -> tuple[Pointed, ...]:
+    """Rewrite the pointer files that name another checkpoint than the wanted one, where it is the newest right one."""
+    found = []
+    for pointer in repair.look(framework, root, how, left_out=left_out).pointers:
+        target = pointer.target
+        if target is None or str(target.step.path) != wanted.directory or pointer.state is Pointing.RIGHT:
+            continue
+        error = ""
+        try:
+            repair.rewrite(pointer, root)
+        except RefusedError as refused:
+            error = str(refused)
+        named = pointer.shown or pointer.state.value
+        found.append(
+            Pointed(
+                file=_shown(str(pointer.path)), named=_shown(named), names=_shown(target.step.path.name), error=error
+            )
+        )
+    return tuple(found)
 
 
 def _seen(each: Judged) -> Seen:

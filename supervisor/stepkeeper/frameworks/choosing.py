@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+import msgspec
 
 from stepkeeper.frameworks.first_sight import FirstSight
 from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, WorldChange
@@ -15,6 +18,7 @@ from stepkeeper.frameworks.tree import TreeError
 from stepkeeper.frameworks.verify import Deep, verify
 from stepkeeper_trainer.formats.reading import Reading
 
+CLOCKS_WITHIN_S = 5.0  # of this node and of those that wrote
 QUARANTINED = ".corrupt-"
 """How names of checkpoints begin that were put aside: they are listed no more."""
 
@@ -58,6 +62,13 @@ class Judged:
         return sum(files[name].st_size for name in self.contents.parts if name in files)
 
 
+class Launched(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch: what was written since it began, and before the next one, is by its ranks."""
+
+    at: float  # Unix seconds
+    ranks: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """How checkpoints are judged."""
@@ -65,8 +76,9 @@ class How:
     environment: Mapping[str, str]
     deep: bool
     cached: bool
-    world_size: int | None
+    world_size: int | None  # None: by `launched`, where that tells it
     reading: Reading
+    launched: tuple[Launched, ...] = ()  # the oldest first
 
     def shallow(self) -> How:
         """Return the same without reading tensors."""
@@ -76,7 +88,7 @@ class How:
 def judge(framework: Framework, step: Step, how: How) -> Judged:
     """Judge one checkpoint.  Raises OSError where it is gone or cannot be listed."""
     try:
-        contents = framework.complete(step, world_size=how.world_size)
+        contents = framework.complete(step, world_size=_ranks(step, how))
     except TreeError as error:
         return Judged(step, step.number, State.TORN, (str(error),), (), None)
     number = contents.number if contents.number is not None else step.number
@@ -96,6 +108,19 @@ def judge(framework: Framework, step: Step, how: How) -> Judged:
     resume, finished = framework.resume(step, contents), framework.finished(contents)
     change = framework.may_change_world(contents)
     return Judged(step, number, state, (), tuple(notes), contents, deep, resume, finished, change)
+
+
+def _ranks(step: Step, how: How) -> int | None:
+    """Return how many ranks saved a checkpoint: those of the launch that was under way then.  Raises OSError."""
+    if how.world_size is not None or not how.launched:
+        return how.world_size
+    at = os.stat(step.path).st_mtime
+    found = {_ranks_at(how.launched, at + skew) for skew in (-CLOCKS_WITHIN_S, CLOCKS_WITHIN_S)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _ranks_at(launched: tuple[Launched, ...], at: float) -> int | None:
+    return next((each.ranks for each in reversed(launched) if each.at <= at), None)
 
 
 def judge_all(framework: Framework, root: Path, how: How) -> list[Judged]:

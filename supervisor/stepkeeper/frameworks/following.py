@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.frameworks.asking import Newest
-from stepkeeper.frameworks.framework import Framework, WorldChange, Writes
+from stepkeeper.frameworks.framework import DIGITS_MAX, Framework, WorldChange, Writes
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
+from stepkeeper_trainer.integrations import hook
 
 OURS = "stepkeeper_trainer"
 _INTEGRATIONS = f"{OURS}.integrations"
 _VARIABLE = "STEPKEEPER_RESUME_FROM"
+_PERIODIC = "at a notice the last periodic checkpoint counts: what was trained since then is trained again"
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +38,9 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = ""  # what shows how it is resumed; where nothing does, what to do
     save: str = ""  # how the framework can be asked for a save
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
+    answers_notice: bool = False  # it saves on SIGTERM without any option
+    attach_takes: str = ""  # the call that takes the chosen checkpoint where it names none, with `--attach`
+    points: bool = False  # a file beside its checkpoints names the one that it resumes from
     target: int | None = None  # the step at which training ends, as the command says
     ends_at_target: bool = False  # exit code 0 before that step is no end of the training
     step_line: str = ""  # expression of a line that the script prints of a step, which is group 1
@@ -46,7 +52,53 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
         """Return the resume arguments of a checkpoint, with the script's own name of their option."""
         if newest.converted:
             return (self.converted_option,) if self.converted_option else ()
-        return (self.option, *newest.arguments[1:]) if self.option and newest.arguments else newest.arguments
+        if not (self.option and newest.arguments):
+            return newest.arguments
+        if self.option.endswith("="):
+            return (f"{self.option}{newest.arguments[1]}",)
+        return (self.option, *newest.arguments[1:])
+
+
+class Notice(NamedTuple):
+    """Whether ranks save when a notice comes."""
+
+    answered: bool
+    shown: str  # by what
+    means: str
+    remedy: str = ""  # where they do not
+
+
+def notice(found: Following, command: Sequence[str], *, attach: str) -> Notice:
+    """Return whether ranks of a framework save when a notice comes, and what would have them do so."""
+    if found.framework in hook.NAMES and attach in ("auto", found.framework):
+        means = "at a notice all ranks save the framework's own checkpoint at one step, and leave together"
+        return Notice(answered=True, shown=f"--attach {attach}", means=means)
+    given = [option for option in found.notice_options if option in command]
+    if found.answers_notice or given:
+        by = "SIGTERM" if found.answers_notice else "the stop signal"
+        shown = given[0] if given else found.title
+        return Notice(answered=True, shown=shown, means=f"it saves on its own on {by}: {found.save}")
+    if found.notice_options:
+        remedy = f"add {found.notice_options[0]} to the command, and set --stop-signal TERM"
+    elif found.framework in hook.NAMES:
+        remedy = "set --attach auto (versions: docs/frameworks.md)"
+    else:
+        remedy = f"save often enough; the script itself can save: {found.save}"
+    return Notice(answered=False, shown="none", means=_PERIODIC, remedy=remedy)
+
+
+def without_argument(found: Following, *, attach: str, repair_pointers: bool) -> str:
+    """Return how a script gets the chosen checkpoint without an argument of ours; empty: it does not.
+
+    >>> at = Following(framework="deepspeed", title="", why="", directory=None, where="", points=True)
+    >>> without_argument(at, attach="off", repair_pointers=True)
+    'its pointer file names it (--repair-pointers)'
+    >>> without_argument(at, attach="off", repair_pointers=False)
+    ''
+    """
+    if found.attach_takes and attach in ("auto", found.framework):
+        return f"{found.attach_takes} takes it where the script names none (--attach)"
+    return "its pointer file names it (--repair-pointers)" if found.points and repair_pointers else ""
 
 
 def follow(
@@ -85,7 +137,6 @@ def follow(
     converted_option = framework.converted_option
     if not script.takes_switch(converted_option) or script.has_option((converted_option,)):
         converted_option = ""
-    target = script.option(framework.target_options)
     return Following(
         framework=framework.name,
         title=framework.title,
@@ -99,13 +150,32 @@ def follow(
         resume=resume,
         save=framework.save_door.how,
         notice_options=framework.notice_options,
-        target=int(target[0]) if target is not None and target[0].isdecimal() else None,
+        answers_notice=framework.answers_notice,
+        attach_takes=framework.attach_takes,
+        points=type(framework).pointers is not Framework.pointers,
+        target=_target(framework, script),
         ends_at_target=framework.ends_at_target,
         step_line=_step_line(framework, script),
         world_change=framework.world_change,
         converted=_asks_for_converted(framework, script),
         converted_option=converted_option,
     )
+
+
+def _target(framework: Framework, script: Script) -> int | None:
+    """Return the step at which training ends, by the command or by the script in one place; None: it is not known."""
+    if framework.target_step is not None:
+        return framework.target_step
+    if said := script.option(framework.target_options):
+        return int(said[0]) if said[0].isascii() and said[0].isdecimal() and len(said[0]) <= DIGITS_MAX else None
+    if script.has_option(framework.target_options):
+        return None  # by a variable of the shell
+    found = {
+        each.value if isinstance(each, ast.Constant) else None
+        for keyword, call in framework.target_keywords
+        for each in script.given_to(call, keyword)
+    }
+    return next((each for each in found if len(found) == 1 and type(each) is int and each > 0), None)
 
 
 def _step_line(framework: Framework, script: Script) -> str:
@@ -180,6 +250,8 @@ def _directory_options(framework: Framework, script: Script) -> tuple[str, ...]:
 
 def _resume(framework: Framework, script: Script) -> tuple[bool, str, str]:
     """Return whether the script takes the resume arguments, by which option, and what shows it."""
+    if (own_program := framework.own_resume(script)) is not None:
+        return True, *own_program
     option = "" if script.refuses(framework.resume_option) else framework.resume_option
     if option and script.declares(option) is not None:
         return True, "", f"{script.name} declares {option}"

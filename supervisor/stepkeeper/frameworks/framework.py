@@ -64,6 +64,7 @@ class Part:
     name: str  # relative to the tree's root
     kind: Kind
     items: tuple[tuple[int, int], ...] = ()  # of a DCP file: start and length
+    compressed: tuple[tuple[int, int], ...] = ()  # of a DCP file: items in frames of zstd
     sha256: str | None = None  # as the framework itself recorded it
 
 
@@ -143,12 +144,16 @@ class Framework(Protocol):
     resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
     has_resume_arguments: bool = True  # false: `resume` names none, whatever the script
     resume_keyword: str = ""  # by which a script passes it on
-    target_options: tuple[str, ...] = ()  # that say at which step training ends, where only its last step is an end
+    target_step: int | None = None  # at which training ends
+    target_options: tuple[str, ...] = ()  # that say it
+    target_keywords: tuple[tuple[str, str], ...] = ()  # the same of calls: a keyword, and whose
     ends_at_target: bool = False  # exit code 0 before the target step is no end of the training
     world_change: WorldChange = WorldChange.YES  # of its usual checkpoints
     step_line: str = ""  # expression of a line that it prints of a step, which is group 1; `{total}`: the last step
     total_options: tuple[str, ...] = ()  # that say the last step, for `step_line` alone
     notice_options: tuple[str, ...] = ()  # by which it saves on a signal on its own
+    answers_notice: bool = False  # it saves on SIGTERM without any option
+    attach_takes: str = ""  # the call that takes the chosen checkpoint where it names none, with `--attach`
     converted_words: tuple[str, ...] = ()  # by which a script asks for converted checkpoints
     converted_option: str = ""  # the same of a command line, without a value
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough
@@ -196,6 +201,13 @@ class Framework(Protocol):
         """Return where the checkpoints go and what shows it, where more decides that than `writes` says.
 
         None: `writes` says it.  A directory of None: it is not known, and why.
+        """
+        return None
+
+    def own_resume(self, script: Script) -> tuple[str, str] | None:  # noqa: ARG002
+        """Return the option of a program of the framework's own, and what shows it; `NAME=` takes the path behind it.
+
+        None: the command starts no such program, or takes no argument at its end.
         """
         return None
 
@@ -254,6 +266,21 @@ def by_content(root: Path, is_step: Callable[[Path], bool], number: Callable[[st
     with os.scandir(root) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     return [Step(root / name, number(name)) for name in names if is_step(root / name)]
+
+
+def beside(step: Step, steps: Sequence[Step]) -> Step | None:
+    """Return the checkpoint before one in its directory, by their numbers; for the first, the one after it.
+
+    Both are of one training, as a rule: what one has and the other lacks was lost.  Where the script has changed
+    instead, only the first checkpoint behind the change is judged by the old ones.
+    """
+    if step.number is None:
+        return None
+    others = [(each.number, each) for each in steps if each.number is not None and each.path != step.path]
+    older = [pair for pair in others if pair[0] <= step.number]
+    if older:
+        return max(older, key=lambda pair: pair[0])[1]
+    return min(others, key=lambda pair: pair[0])[1] if others else None
 
 
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")

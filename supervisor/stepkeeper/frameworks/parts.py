@@ -9,7 +9,7 @@ from typing import Any
 
 from stepkeeper.frameworks import archives, inert
 from stepkeeper.frameworks.archives import ArchiveError, Record
-from stepkeeper.frameworks.framework import Contents, Kind, Part
+from stepkeeper.frameworks.framework import Contents, Kind, Part, Step
 from stepkeeper.frameworks.tree import ReadError
 from stepkeeper_trainer.formats import metadata, safetensors
 from stepkeeper_trainer.formats.metadata import Extent
@@ -19,7 +19,7 @@ LATER_S = 5.0  # clocks of nodes differ
 METADATA_BYTES_MAX = 256 * 1024 * 1024
 _DISTCP = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
 _PICKLE_BEGINS = b"\x80"  # torch.save before 1.6 or with the old format, and plain pickles
-_TRANSFORMED = "is compressed: its bytes were not compared"
+_TRANSFORMED = "is compressed: a deep verification follows its frames, and compares no bytes"
 
 
 def add_plain(contents: Contents, *names: str, required: bool = True) -> bool:
@@ -156,7 +156,9 @@ def add_dcp(contents: Contents, directory: str = "") -> frozenset[str]:
     by_file = _ranges(contents, below, extents)
     for file, ranges in by_file.items():
         if file in sizes:
-            contents.parts[f"{below}{file}"] = Part(f"{below}{file}", Kind.ITEMS, tuple(sorted(ranges)))
+            frames = sorted((each.start, each.length) for each in extents if each.zstd and each.file == file)
+            part = Part(f"{below}{file}", Kind.ITEMS, tuple(sorted(ranges)), tuple(frames))
+            contents.parts[part.name] = part
     _note_younger(contents, name, [f"{below}{file}" for file in by_file if file in sizes])
     orphans = [file for file in sizes if _DISTCP.fullmatch(file) and file not in by_file]
     if orphans:
@@ -248,6 +250,21 @@ def add_weights(contents: Contents, *, directory: str = "", stems: tuple[str, ..
                     add_safetensors(contents, single)
                 return True
     return False
+
+
+def names_beside(neighbour: Step | None, directory: str = "") -> frozenset[str]:
+    """Return the names in the checkpoint beside one, or in its directory; none where it cannot be listed."""
+    try:
+        return frozenset(os.listdir(neighbour.path / directory)) if neighbour is not None else frozenset()
+    except OSError:
+        return frozenset()  # removed meanwhile, or of another user
+
+
+def require_as_beside(contents: Contents, neighbour: Step | None, wanted: Iterable[str], found: Iterable[str]) -> None:
+    """Require what the checkpoint beside has: the framework writes the same files at each save."""
+    missing = sorted(set(wanted).difference(found))
+    if missing and neighbour is not None:
+        contents.problem(f"{some(missing)}: missing; {neighbour.path.name} beside it has it")
 
 
 def require_ranks(contents: Contents, what: str, ranks: set[int], world_size: int | None) -> None:

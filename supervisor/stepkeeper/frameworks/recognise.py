@@ -16,7 +16,7 @@ from stepkeeper.frameworks.script import Script
 AUTO, NONE = "auto", "none"
 _LAUNCHERS = ("deepspeed",)
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
-_NAMING = ("-n", "--name", "-p", "--prefix", "-J", "--job-name")  # of conda, srun: an environment, a job
+_NAMING = ("-n", "--name", "-p", "--prefix", "-J", "--job-name", "--launcher")  # of conda, srun, axolotl: no program
 # of those that a directory may look like at once, the one that builds on the others first
 _ORDER = (
     "generic",
@@ -93,7 +93,11 @@ def _program(words: tuple[str, ...]) -> tuple[str, ...]:
     """
     before = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
     words = words[: len(before) + 1]  # what follows the script are its own arguments
-    interpreters = [place for place, word in enumerate(words) if _INTERPRETER.fullmatch(PurePosixPath(word).name)]
+    interpreters = [
+        place
+        for place, (option, word) in enumerate(zip(("", *words), words, strict=False))
+        if _INTERPRETER.fullmatch(PurePosixPath(word).name) and option not in _NAMING
+    ]
     words = words[interpreters[-1] :] if interpreters else words
     behind = zip(words, ("", *words), strict=False)
     return tuple(word for word, option in behind if option not in _NAMING)

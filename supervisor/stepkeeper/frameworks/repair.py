@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -103,8 +104,14 @@ class Findings:
     judged: tuple[Judged, ...]
 
 
-def look(framework: Framework, root: Path, how: How) -> Findings:
-    """Judge the checkpoints of a directory and the pointer files beside them.  Raises OSError."""
+def look(
+    framework: Framework, root: Path, how: How, *, left_out: Callable[[Judged], bool] = lambda _: False
+) -> Findings:
+    """Judge the checkpoints of a directory and the pointer files beside them; none names what is left out.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
     shallow = choosing.judge_all(framework, root, how.shallow())
     names = {each.step.path: framework.pointers(each.step) for each in shallow}
     before = {pointer: _read(pointer, root) for pointer in sorted({path for each in names.values() for path in each})}
@@ -115,7 +122,7 @@ def look(framework: Framework, root: Path, how: How) -> Findings:
         wanted = before.keys() - targets.keys()
 
         def cannot_be_named(each: Judged, wanted: frozenset[Path] = frozenset(wanted)) -> bool:
-            return bool(wanted) and wanted.isdisjoint(names.get(each.step.path, ()))
+            return left_out(each) or (bool(wanted) and wanted.isdisjoint(names.get(each.step.path, ())))
 
         found, passed = choosing.newest(framework, root, how, left_out=cannot_be_named)
         seen.update((each.step.path, each) for each in passed)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SCRIPT_BYTES_MAX = 1024 * 1024
 _VARIABLE = "$"
+_QUOTED = re.compile(r"""(["'])([^"'\\]*)\1\s*(?:#.*)?""")  # of YAML, with nothing in it that must be unfolded
+_COMMENT = re.compile(r"\s#.*")
+_NO_TEXT = ("null", "Null", "NULL", "~", "")
+_SPECIAL = tuple("&*!|>{}[]%@`,?\"'#-")  # how what is no plain text of YAML begins
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Script:
     words: tuple[str, ...]  # of the command; of a shell script in it, those that start the Python script too
     name: str = ""  # of the Python script, as the command writes it; empty: there is none that could be read
     text: str = ""
+    settings_name: str = ""  # of a YAML file in the command
+    settings: str = ""  # what it holds
 
     @functools.cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
@@ -51,10 +58,26 @@ class Script:
                 found = (value, name)
         return found
 
+    def setting(self, name: str) -> str | None:
+        """Return the text that a key at the top of the YAML file has; None where it is not there, or no plain text.
+
+        >>> Script((), settings="output_dir: './out'  # here").setting("output_dir")
+        './out'
+        >>> Script((), settings="output_dir: ${HOME}/x").setting("output_dir")
+        """
+        found = re.findall(rf"^{re.escape(name)}:[ \t]+(.*)$", self.settings, re.MULTILINE)
+        if len(found) != 1 or _VARIABLE in found[0]:
+            return None
+        if quoted := _QUOTED.fullmatch(found[0]):
+            return quoted[2] or None
+        text = _COMMENT.sub("", found[0]).strip()
+        return None if text in _NO_TEXT or text.startswith(_SPECIAL) or ": " in text else str(text)
+
     def has_option(self, names: Sequence[str]) -> bool:
         """Tell whether the command gives one of some options."""
         wanted = {_plain(name) for name in names}
-        return any(_plain(word.partition("=")[0]) in wanted for word in self.words)
+        given = (word.partition("=") for word in self.words)
+        return any(_plain(name) in wanted and (equal or name.startswith("-")) for name, equal, _ in given)
 
     def has_positional(self, endings: tuple[str, ...]) -> bool:
         """Tell whether the command gives the script a file of some kinds that is no option's value."""
@@ -106,6 +129,12 @@ class Script:
                 if last_name(node.func) in calls:
                     found += node.args[:1]
         return [value for each in found for value in self._assigned(each)]
+
+    def given_to(self, call: str, keyword: str) -> list[ast.expr]:
+        """Return the values that the script gives to one kind of call by a keyword."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call) and last_name(node.func) == call)
+        given = [each.value for node in calls for each in node.keywords if each.arg == keyword]
+        return [value for each in given for value in self._assigned(each)]
 
     def _assigned(self, node: ast.expr, before: frozenset[str] = frozenset()) -> list[ast.expr]:
         """Return what the script assigns to a variable, through other variables; else the expression itself."""

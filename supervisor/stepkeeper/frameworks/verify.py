@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from stepkeeper.frameworks import archives, inert
+from stepkeeper.frameworks import archives, frames, inert
 from stepkeeper.frameworks.archives import ArchiveError, Record
 from stepkeeper.frameworks.first_sight import FirstSight, Seen, compare, unchanged
 from stepkeeper.frameworks.framework import Contents, Kind, Part
@@ -127,7 +127,8 @@ def _file(tree: Tree, part: Part, how: Reading, pace: Pace | None) -> _FileResul
     try:
         before = os.fstat(descriptor)
         records = _records(descriptor, part, before.st_size)
-        result.problem = _hostile(descriptor, records, result.refused)
+        damaged = (frames.problem(descriptor, start, length) for start, length in part.compressed)
+        result.problem = next(filter(None, damaged), "") or _hostile(descriptor, records, result.refused)
         result.checksums = sum(1 for record in records if record.crc)
         if part.sha256 is not None:
             result.checksums += 1

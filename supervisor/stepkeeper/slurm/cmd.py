@@ -28,6 +28,7 @@ _LAUNCHER_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launc
 _BEFORE_COMMANDS = frozenset(
     ("env", "exec", "time", "timeout", "nice", "ionice", "nohup", "stdbuf", "numactl", "setsid")
 )
+_PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(?P<value>.*))?")
 _NNODES = re.compile(r"--nnodes(?:=(?P<value>.*))?")
 _RANGE = re.compile(r"(\d{1,7}):(\d{1,7})")
 _SHAPE_OPTION = re.compile(
@@ -293,6 +294,31 @@ def _range_place(command: Sequence[str]) -> tuple[int, tuple[int, int]] | None:
         if word.endswith(".py"):
             break
     return None
+
+
+def torchrun_ranks(command: Sequence[str], tasks_per_node: int) -> int | None:
+    """Return how many ranks a torchrun in CMD starts on a node; None where that cannot be told from its line.
+
+    Without a number in its line it starts one a task of the job, by the variable that it is told.
+
+    >>> torchrun_ranks(["torchrun", "--nproc-per-node=4", "train.py"], 8)
+    4
+    >>> torchrun_ranks(["python", "-m", "torch.distributed.run", "train.py"], 8)
+    8
+    >>> torchrun_ranks(["torchrun", "--nproc_per_node", "gpu", "train.py"], 8)
+    >>> torchrun_ranks(["accelerate", "launch", "train.py"], 8)
+    """
+    if shell_words(command) is not None or not _starts_ranks(command):
+        return None
+    words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
+    if not any(_name(word) == "torchrun" or word == "torch.distributed.run" for word in words):
+        return None
+    for place, word in enumerate(words):
+        option = _PER_NODE.fullmatch(word)
+        if option is not None:
+            value = option["value"] if option["value"] is not None else "".join(words[place + 1 : place + 2])
+            return int(value) if value.isdecimal() and value.isascii() else None
+    return tasks_per_node
 
 
 def takes_resume(command: Sequence[str]) -> bool:

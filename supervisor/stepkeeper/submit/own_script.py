@@ -7,6 +7,7 @@ read here, such as a path in a container, shows nothing.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import shlex
@@ -108,6 +109,14 @@ def training(command: Sequence[str], directory: Path) -> Script:
         command: CMD.
         directory: in which it is started.
     """
+    found = _training(command, directory)
+    for word in found.words:
+        if word.endswith((".yaml", ".yml")) and (text := _read(directory / word)) is not None:
+            return dataclasses.replace(found, settings_name=word, settings=text)
+    return found
+
+
+def _training(command: Sequence[str], directory: Path) -> Script:
     inline = cmd.shell_words(command)
     words = (*command, *inline) if inline is not None else tuple(command)
     for word, is_shell in _candidates(inline if inline is not None else command):

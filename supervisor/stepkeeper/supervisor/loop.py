@@ -76,6 +76,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes_min: int = 0  # that the storage must have before a launch
     notify_command: str | None = None
     reading: Limits = Limits()
+    repair_pointers: bool = False  # of the script's framework, before each launch
     standby_imports: tuple[str, ...] | None = None  # of warm standbys, besides torch; None: there are none
 
 
@@ -114,7 +115,13 @@ class Supervisor:
         following = setting.job.following
         if following is not None and following.directory is not None:
             self.foreign = ForeignCheckpoints(
-                following, environment, bytes_per_s=setting.reading.bytes_per_s, inbox=inbox, log=log
+                following,
+                environment,
+                run_directory=setting.directory.path,
+                bytes_per_s=setting.reading.bytes_per_s,
+                inbox=inbox,
+                log=log,
+                repairs=setting.lease if setting.repair_pointers else None,
             )
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest

@@ -42,7 +42,10 @@ loader = DataLoader(Data(), batch_size=4, generator=torch.Generator())
 validation = DataLoader(Slow(), batch_size=4, generator=torch.Generator())
 model, optimizer, scheduler, loader, validation = accelerator.prepare(model, optimizer, scheduler, loader, validation)
 done = 0
-if options.resume:
+if options.resume.startswith("step_"):  # it knows the step, and leaves the directory to Accelerate
+    accelerator.load_state()
+    done = int(options.resume.rsplit("_", 1)[1])
+elif options.resume:
     accelerator.load_state(options.resume)
     done = int(options.resume.rsplit("_", 1)[1])
 step, skip = done, done * accumulated % len(loader)

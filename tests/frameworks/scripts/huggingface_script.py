@@ -70,3 +70,5 @@ trainer = Told(
     eval_dataset=Slow() if options.variant == "evaluating" else None,
 )
 trainer.train(resume_from_checkpoint=options.resume or None)
+if options.variant == "failing":  # in what a script does behind its training
+    raise SystemExit(3)

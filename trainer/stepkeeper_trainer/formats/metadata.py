@@ -62,6 +62,7 @@ class Extent(msgspec.Struct, frozen=True):
     start: int
     length: int
     transformed: bool  # compressed or the like: the length tells nothing of what is inside
+    zstd: bool = False  # it is compressed so, and nothing else was done to it
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -294,7 +295,11 @@ def _extent(info: Any) -> Extent:
         raise MetadataError("an extent is not a name and two numbers")
     if max(abs(start), abs(length)) > COUNT_MAX:
         raise MetadataError(f"an extent of {file[:200]!r} is larger than a file can be")
-    return Extent(file, start, length, bool(fields.get("transform_descriptors")))
+    transforms = fields.get("transform_descriptors")
+    return Extent(file, start, length, bool(transforms), zstd=transforms in _ZSTD)
+
+
+_ZSTD = (["stream.zstd/1"], ("stream.zstd/1",))  # as torch's `ZStandard` names itself
 
 
 def _box(value: Any) -> tuple[int, ...]:

@@ -107,6 +107,47 @@ def write_outcome(run_directory: Path, outcome: Outcome) -> None:
     write_atomically(run_directory / OUTCOME_NAME, msgspec.json.encode(outcome), mode=0o644)
 
 
+TRAINED_FORMAT = 1
+TRAINED_NAME = "trained.json"
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0 of another framework's training writes it at its last step: the script may go on, and fail."""
+
+    format: int = TRAINED_FORMAT
+    launch: str  # "ATTEMPT.LAUNCH"
+    step: int
+    at: float  # Unix seconds
+
+
+class TrainedError(msgspec.MsgspecError, ValueError):
+    """The file does not parse, or a newer Stepkeeper wrote it."""
+
+
+_trained_decoder = msgspec.json.Decoder(Trained)
+
+
+def read_trained(run_directory: Path) -> Trained | None:
+    """Return which launch has come to the end of its training; None where none has.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        TrainedError: it is none of these, or one of a newer format.
+    """
+    return read_record(
+        run_directory / TRAINED_NAME,
+        _trained_decoder,
+        newest=TRAINED_FORMAT,
+        error=TrainedError,
+        otherwise="not the end of a training",
+    )
+
+
+def write_trained(run_directory: Path, trained: Trained) -> None:
+    """Record the end of a training durably.  Raises OSError."""
+    write_atomically(run_directory / TRAINED_NAME, msgspec.json.encode(trained), mode=0o644)
+
+
 KEEPING_FORMAT = 1
 KEEPING_NAME = "keeping.json"
 PLACES_MAX = 16  # the oldest are forgotten

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 
+from stepkeeper_trainer.integrations import chosen
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_and_count(self: Any, input_dir: Any = None, *arguments: Any, **named: Any) -> Any:
+        named_by_script = input_dir
+        input_dir = chosen.guarded(lambda: _chosen(self, named_by_script), named_by_script)
         loaded = load(self, input_dir, *arguments, **named)
         _loaded(input_dir)
         return loaded
@@ -145,6 +148,18 @@ def install(module: ModuleType) -> None:
     accelerator_class.save_state, accelerator_class.load_state = save_and_tell, load_and_count
     for loader_class in (accelerate.data_loader.DataLoaderShard, accelerate.data_loader.DataLoaderDispatcher):
         _follow_batches(loader_class)
+
+
+def _chosen(accelerator: Any, input_dir: Any) -> Any:
+    """Return what `load_state` loads; None: by Accelerate's own rule, the highest number."""
+    path = chosen.checkpoint(NAME)
+    project = accelerator.project_configuration
+    automatic = os.path.join(project.project_dir or "", "checkpoints")
+    if input_dir is not None or not path:
+        return input_dir
+    if project.automatic_checkpoint_naming and not chosen.is_in(path, automatic):
+        return None
+    return chosen.use(NAME, path)
 
 
 def _follow_batches(loader_class: Any) -> None:

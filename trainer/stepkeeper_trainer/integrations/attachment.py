@@ -378,6 +378,18 @@ class Attachment:
         self._close_group()
         if self.training.total_steps is None or step >= self.training.total_steps:
             at_exit.finished = functools.partial(self._say_finished, step)
+            self._record_end(step)
+
+    def _record_end(self, step: int) -> None:
+        """Keep that the training has ended, whatever the script's exit code says later of what comes behind it."""
+        environment = self._environment
+        if self.rank or environment is None or environment.run_directory is None:
+            return
+        trained = records.Trained(launch=environment.launch_name, step=step, at=time.time())
+        try:
+            records.write_trained(environment.run_directory, trained)
+        except OSError as error:
+            warn("end_not_recorded", why=in_words(error))
 
     def _say_finished(self, step: int) -> None:
         """Say it without a record: the exit code is not known yet, and this word counts with 0 only."""
@@ -413,6 +425,8 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
         warn("not_attached", framework=framework, why="the script's CheckpointManager saves on notice itself")
         return attachment
     current.take(attachment)
+    if current.number > 1:
+        _forget_end()
     owner.withdraw = attachment.withdraw
     try:
         attachment.training = describe()
@@ -427,6 +441,16 @@ def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
         if attachment._reporter is not None:  # noqa: SLF001  # it has introduced itself before it failed
             attachment._reporter.unable(in_words(error))  # noqa: SLF001
     return attachment
+
+
+def _forget_end() -> None:
+    """Another training begins in this process: that the one before has ended is not the end of the work."""
+    try:
+        directory = read_environment().run_directory
+        if directory is not None and groups.find_rank()[0] == 0:
+            (directory / records.TRAINED_NAME).unlink(missing_ok=True)
+    except (OSError, StepkeeperError) as error:
+        warn("end_not_forgotten", why=in_words(error))
 
 
 def _refuse(training: Training, why: str) -> None:

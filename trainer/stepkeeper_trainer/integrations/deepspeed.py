@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import deepspeed
 
+from stepkeeper_trainer.integrations import chosen
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
 
 if TYPE_CHECKING:
@@ -60,8 +61,28 @@ def install(module: ModuleType) -> None:
         _saved(self, *arguments, **named)
         return saved
 
+    load = engine_class.load_checkpoint
+
+    @functools.wraps(load)
+    def load_chosen(self: Any, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
+        tag = chosen.guarded(lambda: _chosen(self, load_dir), None) if tag is None else tag
+        return load(self, load_dir, tag, *arguments, **named)
+
     engine_class.forward, engine_class.step = forward_behind_boundary, attach_and_step
-    engine_class.save_checkpoint = save_and_tell
+    engine_class.save_checkpoint, engine_class.load_checkpoint = save_and_tell, load_chosen
+
+
+def _chosen(engine: Any, load_dir: Any) -> str | None:
+    """Return the tag to load where the script names none: `latest` may name one that is torn.
+
+    What the script has itself saved since is newer.  `latest_universal` is of checkpoints of another kind.
+    """
+    path = chosen.checkpoint(NAME)
+    saved = any(known.saved_step is not None for known in _engines.values())
+    universal = bool(engine.load_universal_checkpoint())
+    if saved or not chosen.is_in(path, load_dir) or universal != os.path.isdir(os.path.join(path, "zero")):
+        return None
+    return os.path.basename(chosen.use(NAME, path))
 
 
 def _boundary(engine: Any) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "STEPKEEPER_ATTACH"  # off, auto, or a name below
 ATTACHED_VARIABLE = "STEPKEEPER_ATTACHED"  # pid of the rank: what it starts is none
 PACKAGES_VARIABLE = "STEPKEEPER_ATTACH_PACKAGES"  # PYTHON:DIRECTORY:..., of the supervisor's own installation
+CHECKPOINT_VARIABLE = "STEPKEEPER_ATTACH_CHECKPOINT"  # FRAMEWORK:PATH, which the supervisor chose for this launch
 LENT = ("stepkeeper_trainer", "msgspec", "xxhash")  # and nothing else of it
 _HOME = "stepkeeper_trainer.integrations"
 

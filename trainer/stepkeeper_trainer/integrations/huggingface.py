@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import TrainerCallback
 
+from stepkeeper_trainer.integrations import chosen
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, with_each
 
 if TYPE_CHECKING:
@@ -89,8 +91,28 @@ def _is_last(state: Any) -> bool:
 
 
 def install(module: ModuleType) -> None:
-    """Give each Trainer that a script makes our callback."""
+    """Give each Trainer that a script makes our callback, and the chosen checkpoint where its `train` names none."""
     with_each(module.Trainer, _add)
+    train = module.Trainer.train
+
+    @functools.wraps(train)
+    def train_from_chosen(
+        self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **named: Any
+    ) -> Any:
+        if trial is None:
+            named_by_script = resume_from_checkpoint
+            resume_from_checkpoint = chosen.guarded(lambda: _chosen(self, named_by_script), named_by_script)
+        return train(self, resume_from_checkpoint, trial, *arguments, **named)
+
+    module.Trainer.train = train_from_chosen
+
+
+def _chosen(trainer: Any, wanted: Any) -> Any:
+    """Return what a training resumes from; `True` is the newest by its number, which may be torn."""
+    path = chosen.checkpoint(NAME)
+    if wanted not in (None, True) or not chosen.is_in(path, trainer.args.output_dir):
+        return wanted
+    return chosen.use(NAME, path)
 
 
 def _add(trainer: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from stepkeeper_trainer.integrations import chosen
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, with_each
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
@@ -84,8 +87,25 @@ def directory(trainer: Any) -> str:
 
 
 def install(module: ModuleType) -> None:
-    """Give each Trainer that a script makes our callback."""
+    """Give each Trainer that a script makes our callback, and the chosen checkpoint where its `fit` names none."""
     with_each(module.Trainer, _add)
+    fit = module.Trainer.fit
+    place = list(inspect.signature(fit).parameters).index("ckpt_path")
+
+    @functools.wraps(fit)
+    def fit_from_chosen(self: Any, *arguments: Any, **named: Any) -> Any:
+        if len(arguments) < place and named.get("ckpt_path") is None:
+            named["ckpt_path"] = chosen.guarded(lambda: _chosen(self), None)
+        return fit(self, *arguments, **named)
+
+    module.Trainer.fit = fit_from_chosen
+
+
+def _chosen(trainer: Any) -> str | None:
+    """Return what a `fit` without a checkpoint resumes from; None: it begins anew, as one that only tries settings."""
+    path = chosen.checkpoint(NAME)
+    tries = trainer.fast_dev_run or any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
+    return chosen.use(NAME, path) if path and not tries else None
 
 
 def _add(trainer: Any) -> None:

@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from stepkeeper.frameworks import parts
+from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, named
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, beside, named
 from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
@@ -25,12 +25,17 @@ class Accelerate(Framework):
 
     name = "accelerate"
     title = "Accelerate (save_state)"
-    rule = "weights, `optimizer.bin` (or `optimizer_0/`), and `random_states_R.pkl` of each rank, without a gap"
+    rule = (
+        "weights, `optimizer.bin` (or `optimizer_0/`), `random_states_R.pkl` of each rank; schedulers, samplers, "
+        "further models and the like as in the checkpoint before"
+    )
     imports = ("accelerate",)
     commands = ()  # `accelerate launch` starts any script
     save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
 
     resume_option = "--resume_from_checkpoint"
+    target_options = ("--max_train_steps",)
+    attach_takes = "accelerator.load_state()"
     finds = re.compile(r"\d")  # of all names, the one with the highest number
 
     def list_steps(self, root: Path) -> list[Step]:
@@ -62,6 +67,9 @@ class Accelerate(Framework):
         elif not weights:
             contents.problem("no weights: neither model.safetensors nor an index, pytorch_model.bin or FSDP shards")
         self._training(contents, world_size, engine=engine)
+        neighbour = beside(step, self.list_steps(step.path.parent))
+        as_beside = [n for n in parts.names_beside(neighbour) if _ARCHIVE.fullmatch(n) or _OTHER_MODEL.fullmatch(n)]
+        parts.require_as_beside(contents, neighbour, as_beside, tree.files)
         return contents
 
     @staticmethod
@@ -70,7 +78,13 @@ class Accelerate(Framework):
         archives = sorted(filter(_ARCHIVE.fullmatch, tree.files))
         for name in archives:
             parts.add_archive(contents, name)
-            parts.read_pickle(contents, name)
+            state = parts.read_pickle(contents, name)
+            groups = inert.field_of(state, "param_groups") if name == "optimizer.bin" else None
+            planned = isinstance(groups, list) and any(
+                inert.field_of(each, "initial_lr") is not None for each in groups
+            )
+            if planned and "scheduler.bin" not in archives:
+                contents.note(f"{name} is of an optimizer with a schedule, and scheduler.bin is not there")
         if not engine and "optimizer_0" not in tree.directories and "optimizer.bin" not in archives:
             contents.problem("no optimizer state: neither optimizer.bin nor optimizer_0/")
         ranks = {int(match[1]) for name in tree.files if (match := _RANDOM.fullmatch(name))}

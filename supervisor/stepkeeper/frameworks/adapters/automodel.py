@@ -16,6 +16,7 @@ from stepkeeper.frameworks.framework import (
     Step,
     WorldChange,
     Writes,
+    beside,
     name_matches,
     named,
 )
@@ -24,7 +25,8 @@ from stepkeeper.frameworks.tree import Tree
 
 _STEP = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
 _SHARD = re.compile(r"shard-(\d{1,6})-model-\d{1,6}-of-\d{1,6}\.safetensors")
-_RANK = re.compile(r"(rng|dataloader)/\1_dp_rank_(\d{1,6})\.pt")
+_RANK = re.compile(r"(rng|dataloader)/\1_(dp|global)_rank_(\d{1,6})\.pt")
+_KINDS = ("rng", "dataloader")
 _INCOMPLETE = re.compile(r"\.?(?:incomplete|INCOMPLETE|_incomplete|\.incomplete)")
 
 
@@ -34,12 +36,14 @@ class Automodel(Framework):
     name = "automodel"
     title = "NeMo Automodel"
     rule = (
-        "no marker of an incomplete save; `model/` and `optim/` whole; RNG and loader state of each data parallel rank"
+        "no marker of an incomplete save; `model/` and `optim/` whole; `rng/` and `dataloader/` of each rank; other "
+        "objects as in the checkpoint before"
     )
     imports = ("nemo_automodel",)
     commands = ("automodel",)
     save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
 
+    answers_notice = True
     writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
 
     finds = re.compile(r"step_\d+$")  # where its link `LATEST` leads nowhere
@@ -62,39 +66,69 @@ class Automodel(Framework):
         tree = contents.tree
         for name in filter(_INCOMPLETE.fullmatch, (*tree.files, *tree.directories)):
             contents.problem(f"{name} is there: the save did not end")
-        self._model(contents)
+        neighbour = beside(step, self.list_steps(step.path.parent))
+        self._model(contents, neighbour)
         if tree.below("optim"):
             parts.add_dcp(contents, "optim")
         else:
             contents.problem("optim/: missing or empty")
-        ranks: dict[str, set[int]] = {}
-        for name in tree.files:
-            if found := _RANK.fullmatch(name):
-                ranks.setdefault(found[1], set()).add(int(found[2]))
-                parts.add_archive(contents, name)
-        for kind, found_ranks in ranks.items():
-            parts.require_ranks(contents, f"{kind}/{kind}_dp_rank_R.pt", found_ranks, world_size)
-        if ranks:
-            contents.world_change = WorldChange.NO  # each rank reads its own file
-        if len({frozenset(each) for each in ranks.values()}) > 1:
-            contents.problem("rng/ and dataloader/ are not of the same ranks")
-        if "step_scheduler.pt" in tree:
-            parts.add_archive(contents, "step_scheduler.pt")
+        as_beside = parts.names_beside(neighbour)
+        self._ranks(contents, world_size, as_beside, neighbour)
+        self._whole_objects(contents, as_beside, neighbour)
         return contents
 
     @staticmethod
-    def _model(contents: Contents) -> None:
+    def _ranks(contents: Contents, world_size: int | None, as_beside: frozenset[str], neighbour: Step | None) -> None:
+        """Require the files of each rank: `global` ranks are all, `dp` ranks the data parallel ones."""
+        ranks: dict[tuple[str, str], set[int]] = {}
+        for name in contents.tree.files:
+            if found := _RANK.fullmatch(name):
+                ranks.setdefault((found[1], found[2]), set()).add(int(found[3]))
+                parts.add_archive(contents, name)
+        for (kind, of), found_ranks in ranks.items():
+            everyone = of == "global"
+            what = f"{kind}/{kind}_{of}_rank_R.pt"
+            parts.require_ranks(contents, what, found_ranks, world_size if everyone else None)
+            if world_size is not None and not everyone and world_size % (max(found_ranks) + 1):
+                contents.problem(f"{what}: {max(found_ranks) + 1} data parallel ranks do not divide {world_size} ranks")
+            if not everyone:
+                there_before = (f"{kind}/{each}" for each in parts.names_beside(neighbour, kind) if "_dp_" in each)
+                parts.require_as_beside(contents, neighbour, there_before, contents.tree.files)
+        if ranks:
+            contents.world_change = WorldChange.NO  # each rank reads its own file
+        data_parallel = [each for (_, of), each in ranks.items() if of == "dp"]
+        if len({frozenset(each) for each in data_parallel}) > 1:
+            contents.problem("rng/ and dataloader/ are not of the same ranks")
+        kinds = {kind for kind, _ in ranks}
+        for kind in _KINDS:
+            if kind not in kinds and (neighbour is None or kind in as_beside):
+                contents.problem(f"{kind}/: missing or empty, and a recipe loads it")
+
+    @staticmethod
+    def _whole_objects(contents: Contents, as_beside: frozenset[str], neighbour: Step | None) -> None:
+        """Add what rank 0 saves of each other object of a recipe, by its name."""
+        found = sorted(name for name in contents.tree.below("") if name.endswith(".pt"))
+        for name in found:
+            parts.add_archive(contents, name)
+        parts.require_as_beside(contents, neighbour, (name for name in as_beside if name.endswith(".pt")), found)
+
+    @staticmethod
+    def _model(contents: Contents, neighbour: Step | None) -> None:
         names = contents.tree.below("model")
-        shards = {int(found[1]): name for name in names if (found := _SHARD.fullmatch(name))}
+        shards = sorted(filter(_SHARD.fullmatch, names))
+        as_beside = parts.names_beside(neighbour, "model")
         if ".metadata" in names or any(name.endswith(".distcp") for name in names):
             parts.add_dcp(contents, "model")
         elif shards:
-            for name in shards.values():
+            for name in shards:
                 parts.add_safetensors(contents, f"model/{name}")
-            missing = sorted(set(range(1, max(shards) + 1)).difference(shards))
+            ranks = {int(found[1]) for name in shards if (found := _SHARD.fullmatch(name))}
+            missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
             if missing:
-                contents.problem(f"model/: shard {parts.some(map(str, missing))} of {max(shards)} is missing")
-            contents.note("model/: sharded safetensors say not how many shards there are: the last ones may be missing")
+                contents.problem(f"model/: shard {parts.some(map(str, missing))} of {max(ranks)} is missing")
+            parts.require_as_beside(contents, neighbour, filter(_SHARD.fullmatch, as_beside), shards)
+            if neighbour is None:
+                contents.note("model/: nothing in a first checkpoint says how many shards of safetensors there are")
         elif not parts.add_weights(contents, directory="model", stems=("model", "adapter_model")):
             contents.problem("model/: neither DCP nor safetensors")
 

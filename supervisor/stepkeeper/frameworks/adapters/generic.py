@@ -38,6 +38,13 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resume: tuple[str, ...] = ()
     """Arguments that resume: `{path}` and `{step}` are filled in."""
 
+    step_line: str = ""
+    """A line that the script prints of a step, or a part of it, with `{step}` where its number stands and `*` for
+    anything else."""
+
+    target: int | str | None = None
+    """The step at which training ends: a number, or the option of the command that says it, such as `--steps`."""
+
 
 def parse_patterns(table: Any, where: str) -> Patterns:
     """Return what the table says.
@@ -53,6 +60,17 @@ def parse_patterns(table: Any, where: str) -> Patterns:
         raise StepkeeperError(
             f"{where}: [framework.generic] steps: {patterns.steps!r} is no name with {NUMBER} once in it, such as "
             f"'ckpt-{NUMBER}'",
+            ExitCode.USAGE,
+        )
+    if patterns.step_line and patterns.step_line.count(NUMBER) != 1:
+        raise StepkeeperError(
+            f"{where}: [framework.generic] step_line: {patterns.step_line!r} is no line with {NUMBER} once in "
+            f"it, such as 'step {NUMBER} of'",
+            ExitCode.USAGE,
+        )
+    if (type(patterns.target) is int and patterns.target <= 0) or patterns.target == "":
+        raise StepkeeperError(
+            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command",
             ExitCode.USAGE,
         )
     for pattern in patterns.every_rank:
@@ -82,6 +100,10 @@ class Generic(Framework):
     def __init__(self, patterns: Patterns | None = None) -> None:
         """Describe nothing without patterns."""
         self.patterns = patterns or Patterns(steps="")
+        line, target = self.patterns.step_line, self.patterns.target
+        self.step_line = _line(line) if line else ""
+        self.target_step = target if isinstance(target, int) else None
+        self.target_options = (target,) if isinstance(target, str) else ()
 
     def _name(self) -> re.Pattern[str]:
         return _pattern(self.patterns.steps, "{step}")
@@ -148,6 +170,12 @@ def _pattern(text: str, number: str) -> re.Pattern[str]:
     """Return the expression of a name with a number in it and stars."""
     pieces = [re.escape(piece).replace(r"\*", "[^/]*") for piece in text.split(number)]
     return re.compile(r"(\d{1,18})".join(pieces[:2]) + "".join(pieces[2:]))
+
+
+def _line(text: str) -> str:
+    """Return the expression of a part of a line."""
+    before, after = (re.escape(piece).replace(r"\*", ".*?") for piece in text.split("{step}"))
+    return rf"{before}(\d{{1,18}}){after}"
 
 
 FRAMEWORK = Generic()

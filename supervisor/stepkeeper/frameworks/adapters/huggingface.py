@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from stepkeeper.frameworks.framework import (
     SaveDoor,
     Step,
     Writes,
+    beside,
     name_matches,
     named,
 )
@@ -29,6 +31,8 @@ _DEEPSPEED = re.compile(r"global_step\d+")
 _PARSERS = ("HfArgumentParser", "TrlParser")
 _CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "PPOConfig")
 _ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", *_CONFIGS)
+_AS_BEFORE = ("scheduler.pt", "scaler.pt")  # with DeepSpeed the first, and in half precision the second
+_AXOLOTL = "axolotl"
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of its own handler of SIGTERM, and nothing of it reads that
 
 
@@ -59,9 +63,32 @@ class HuggingFace(Framework):
         Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
     )
 
-    writes = Writes(("--output_dir",), ("output_dir",), _ARGUMENTS, "trainer_output")
+    writes = Writes(("--output_dir", "output_dir"), ("output_dir",), _ARGUMENTS, "trainer_output")
     resume_option = "--resume_from_checkpoint"
     resume_keyword = "resume_from_checkpoint"
+    attach_takes = "trainer.train()"
+
+    def directory(self, script: Script) -> tuple[str | None, str] | None:
+        """Look into the YAML file of axolotl and LLaMA-Factory."""
+        program = _program(script)
+        if not program or not script.settings_name or script.has_option(self.writes.options):
+            return None
+        if (said := script.setting("output_dir")) is not None:
+            return said, f"output_dir in {script.settings_name}"
+        if program == _AXOLOTL and "output_dir" not in script.settings:
+            return "model-out", "the default of axolotl"
+        return None, f"{script.settings_name} does not say output_dir as a text: name it with --checkpoint-dir"
+
+    def own_resume(self, script: Script) -> tuple[str, str] | None:
+        """Return the option of axolotl and LLaMA-Factory; behind `--` come words for another launcher."""
+        program = _program(script)
+        if not program or "--" in script.words:
+            return None
+        if program == _AXOLOTL:
+            return "--resume-from-checkpoint", "axolotl takes it"
+        return (
+            "resume_from_checkpoint=" if script.settings_name else "--resume_from_checkpoint"
+        ), f"{program} takes it"
 
     def takes_resume(self, script: Script) -> bool:
         """Look for a parser that makes options of the fields of TrainingArguments, and for a use of that field.
@@ -105,12 +132,17 @@ class HuggingFace(Framework):
         engines = sorted(name for name in contents.tree.directories if _DEEPSPEED.fullmatch(name))
         for engine in engines[-1:]:
             deepspeed.add_engine(contents, engine, world_size)
+            deepspeed.require_latest(contents, engine)
         self._weights(contents, engine=bool(engines))
         self._training(contents, world_size, engine=bool(engines))
-        for name in ("training_args.bin", "scaler.pt"):
+        for name in ("training_args.bin", *_AS_BEFORE):
             if name in names:
                 parts.add_archive(contents, name)
                 parts.read_pickle(contents, name)
+        neighbour = beside(step, self.list_steps(step.path.parent))
+        if not contents.not_resumable and neighbour is not None:
+            as_beside = parts.names_beside(neighbour).intersection(_AS_BEFORE)
+            parts.require_as_beside(contents, neighbour, as_beside, names)
         return contents
 
     @staticmethod
@@ -167,9 +199,18 @@ class HuggingFace(Framework):
         path = os.path.abspath(step.path)
         return Resume(
             ("--resume_from_checkpoint", path),
-            "trainer.train(resume_from_checkpoint=PATH); axolotl and LLaMA-Factory: `resume_from_checkpoint` of the "
-            "configuration",
+            "trainer.train(resume_from_checkpoint=PATH); axolotl: --resume-from-checkpoint PATH; LLaMA-Factory, behind "
+            "its YAML file: resume_from_checkpoint=PATH",
         )
+
+
+def _program(script: Script) -> str:
+    """Return which program of those that have their arguments in a YAML file a command starts; empty: none."""
+    names = [word.rpartition("/")[2] for word in script.words]
+    if "axolotl.cli.train" in script.words or ("axolotl", "train") in itertools.pairwise(names):
+        return _AXOLOTL
+    pairs = set(itertools.pairwise(names))
+    return "LLaMA-Factory" if {("llamafactory-cli", "train"), ("lmf", "train")} & pairs else ""
 
 
 def _is_arguments(name: str) -> bool:

@@ -41,6 +41,9 @@ class Lightning(Framework):
     )
     resume_option = "--ckpt_path"
     resume_keyword = "ckpt_path"
+    target_options = ("--trainer.max_steps",)
+    target_keywords = (("max_steps", "Trainer"),)
+    attach_takes = "trainer.fit(...)"
     finds = re.compile(r"ckpt_")  # `hpc_ckpt_N.ckpt`
 
     def directory(self, script: Script) -> tuple[str | None, str] | None:
@@ -98,6 +101,7 @@ class Lightning(Framework):
                 contents.problem(f"{step.path.name}: holds no state of a Trainer")
         elif "checkpoint" in tree.directories and deepspeed.is_engine(tree, "checkpoint"):
             deepspeed.add_engine(contents, "checkpoint", world_size)
+            deepspeed.require_latest(contents, "checkpoint")
         else:
             keys = parts.add_dcp(contents)
             if _META not in tree:

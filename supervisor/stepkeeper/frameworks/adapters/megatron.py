@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ _STEP = re.compile(r"iter_(\d{7,18})")
 _LEGACY = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _RANKS_MAX = 1_000_000
+_COMMON_KEY = "common_state"  # in DCP, in place of `common.pt`, since 2026
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 
@@ -40,7 +42,7 @@ class Megatron(Framework):
     name = "megatron"
     title = "Megatron-core (torch_dist, legacy)"
     rule = (
-        "torch_dist: `metadata.json`, whole DCP, and `common.pt` where it was written; legacy: the file of every "
+        "torch_dist: `metadata.json`, whole DCP, `common.pt` unless DCP holds its content; legacy: the file of every "
         "tensor, pipeline and expert parallel rank, as rank 0's arguments say"
     )
     imports = ("megatron.core", "megatron.training", "megatron")
@@ -97,11 +99,23 @@ class Megatron(Framework):
         )
 
 
-def add_torch_dist(contents: Contents, directory: str = "") -> None:
-    """Add what `dist_checkpointing.save` wrote, in a directory of the checkpoint."""
+def add_torch_dist(contents: Contents, directory: str = "", *, or_dcp: bool = False) -> None:
+    """Add what `dist_checkpointing.save` wrote, in a directory of the checkpoint.
+
+    Args:
+        contents: of the checkpoint.
+        directory: in it; empty: the checkpoint itself.
+        or_dcp: plain DCP counts too, where nothing shows that Megatron wrote it.
+    """
     below = f"{directory}/" if directory else ""
     tree = contents.tree
-    if f"{below}{METADATA}" not in tree:
+    common, said = f"{below}{COMMON}", None
+    contents.keys = parts.add_dcp(contents, directory)
+    in_dcp = any(key == _COMMON_KEY or key.startswith(f"{_COMMON_KEY}/") for key in contents.keys)
+    plain = or_dcp and f"{below}{METADATA}" not in tree and common not in tree and not in_dcp
+    if plain:
+        pass
+    elif f"{below}{METADATA}" not in tree:
         contents.problem(
             f"{below}{METADATA}: {tree.why_missing(f'{below}{METADATA}')}; Megatron writes it after the data (the "
             "formats torch_dcp and fsdp_dtensor have none and are not supported)"
@@ -109,12 +123,13 @@ def add_torch_dist(contents: Contents, directory: str = "") -> None:
     else:
         said = parts.add_json(contents, f"{below}{METADATA}")
         backend = said.get("sharded_backend") if isinstance(said, dict) else None
-        if backend != "torch_dist" and not contents.problems:
+        if backend != "torch_dist" and isinstance(said, dict):
             contents.problem(f"{below}{METADATA}: of the format {str(backend)[:40]!r}, which is not supported")
-    contents.keys = parts.add_dcp(contents, directory)
-    common = f"{below}{COMMON}"
-    if common in tree and parts.add_archive(contents, common):
-        _common(contents, parts.read_pickle(contents, common), common)
+    if common in tree:
+        if parts.add_archive(contents, common):
+            _common(contents, parts.read_pickle(contents, common), common)
+    elif isinstance(said, dict) and said.get("common_backend") and not in_dcp:
+        contents.problem(f"{common}: {tree.why_missing(common)}, and {below}{METADATA} names its backend")
     _integrity(contents, below)
     if not contents.problems and not any("optim" in key for key in contents.keys):
         contents.not_resumable = "holds no optimizer state (--no-save-optim)"
@@ -149,8 +164,7 @@ def _integrity(contents: Contents, below: str) -> None:
         if path not in contents.tree:
             contents.problem(f"{path[:200]}: {contents.tree.why_missing(path)}, and {name} names it")
         else:
-            kind, items = (part.kind, part.items) if part is not None else (Kind.PLAIN, ())
-            contents.parts[path] = Part(path, kind, items, digest)
+            contents.parts[path] = dataclasses.replace(part or Part(path, Kind.PLAIN), sha256=digest)
 
 
 def add_legacy(contents: Contents, directories: list[str]) -> None:

@@ -41,6 +41,8 @@ class MegatronBridge(Framework):
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
 
+    notice_options = ("train.exit_signal_handler=True",)
+    target_options = ("train.train_iters",)
     writes = Writes(("checkpoint.save",))
 
     def takes_resume(self, script: Script) -> bool:

@@ -47,7 +47,7 @@ class Nemo(Framework):
         marker = f"{step.path.name}{_UNFINISHED}"
         if os.path.lexists(step.path.parent / marker):
             contents.problem(f"{marker} is there: its save or its removal did not end")
-        megatron.add_torch_dist(contents, "weights")
+        megatron.add_torch_dist(contents, "weights", or_dcp=True)
         if not contents.tree.below("context"):
             contents.problem("context/: missing or empty")
         return contents

@@ -37,8 +37,9 @@ class Torchtitan(Framework):
     imports = ("torchtitan",)
     commands = ("torchtitan.train", "torchtitan")
     step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
-    save_door = SaveDoor(Door.CALL, "`checkpointer.save(step, last_step=...)` in its loop: no door from outside")
+    save_door = SaveDoor(Door.CALL, "`checkpointer.save` in its loop, which `--attach` has save at a notice")
 
+    target_options = ("--training.steps",)
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
 
     finds = re.compile(r"step-\d+")

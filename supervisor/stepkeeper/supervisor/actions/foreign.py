@@ -11,21 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.frameworks.asking import Answer, Newest, Question, Seen
+from stepkeeper.frameworks.asking import Answer, Newest, Question, Repair, Seen
+from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
+from stepkeeper.run_store import lease, worlds
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 LOOK_EVERY_S = 0.25
 END_WITHIN_S = 30.0
+REPAIR_WITHIN_S = 120.0  # what was verified just now is not read again
 READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
@@ -59,13 +64,27 @@ class ForeignCheckpoints:
         following: Following,
         environment: Mapping[str, str],
         *,
+        run_directory: Path,
         bytes_per_s: float | None,
         inbox: Inbox,
         log: Log,
+        repairs: Lease | None = None,
     ) -> None:
-        """Read nothing yet."""
+        """Read nothing yet.
+
+        Args:
+            following: the framework, and where its checkpoints are.
+            environment: of the supervisor.
+            run_directory: where the worlds of launches are kept.
+            bytes_per_s: of a verification, at most; None: no limit.
+            inbox: where events go.
+            log: of the supervisor.
+            repairs: by which the framework's pointer files may be rewritten; None: they are left alone.
+        """
         self._following = following
         self._environment = without_python(environment)
+        self._run_directory = run_directory
+        self._repairs = repairs
         self._bytes_per_s = bytes_per_s
         self._inbox = inbox
         self._log = log
@@ -134,6 +153,37 @@ class ForeignCheckpoints:
 
     # --- called on other threads ------------------------------------------------------------------
 
+    def note_launch(self, attempt: int, launch: int, ranks: int | None) -> None:
+        """Note how many ranks a launch has that begins: most frameworks do not write that into a checkpoint."""
+        try:
+            world = worlds.World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks)
+            worlds.note(self._run_directory, world)
+        except OSError as error:
+            self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
+
+    def repair(self, directory: str | None, is_old: Callable[[], bool]) -> None:
+        """Have the framework's pointer files name the checkpoint that a launch resumes from.
+
+        All processes of the launch before are gone, and so none writes there.  Whatever fails: the launch begins.
+        """
+        if self._repairs is None or directory is None or not self.has_chosen(directory):
+            return
+        question = msgspec.structs.replace(self._question(), repair=Repair(directory=directory))
+        try:
+            if lease.superseded(self._run_directory, self._repairs) is not None:
+                return  # another attempt has the run: its files are not ours
+            pointed = self._ask(question, is_old=is_old, within_s=REPAIR_WITHIN_S).pointed
+        except (ForeignError, OSError, LeaseError) as error:
+            self._log.warning("pointers_not_repaired", directory=str(self._following.directory), error=str(error))
+            return
+        for each in pointed:
+            if each.error:
+                self._log.warning(
+                    "pointer_not_repaired", file=each.file, named=each.named, names=each.names, error=each.error
+                )
+            else:
+                self._log.info("pointer_repaired", file=each.file, named=each.named, names=each.names)
+
     def choose(self, is_old: Callable[[], bool]) -> on.CheckpointChosen:
         """Return the newest verified checkpoint; where reading them fails, the newest whole one; else none."""
         began = time.monotonic()
@@ -181,21 +231,28 @@ class ForeignCheckpoints:
         question = self._question(deep=False)
         question = msgspec.structs.replace(question, by_name=True, left_out=(*question.left_out, *(passed or ())))
         try:
-            newest = self._ask(question, within_s=END_WITHIN_S).newest
+            answer = self._ask(question, within_s=END_WITHIN_S)
         except ForeignError as error:
             self._log.warning("framework_checkpoints_not_read", directory=str(following.directory), error=str(error))
             if code or not following.ends_at_target:
                 return End()
-            last = self._known_target()
-            return End(target=last, unproven=last is None)
+            ends_at = self._known_target()
+            return End(target=ends_at, unproven=ends_at is None)
+        newest = answer.newest
         step = newest.step if newest is not None else None
         target = following.target or (newest.target if newest is not None else None)
         wrote = newest is not None and newest.directory != resumed_from and passed is not None
         reached = following.target is None or (step is not None and step >= following.target)
-        if newest is not None and newest.finished and wrote and reached:
+        known = following.target is not None or (newest is not None and newest.finished)
+        if newest is not None and known and wrote and reached:
             if code:
-                self._log.warning("failed_after_last_step", step=step, code=code)
+                self.say_failed_later(step, code)
             return End(finished=True, step=step)
+        last = self._last_of_model(answer)
+        if last is not None and passed is not None:
+            if code:
+                self.say_failed_later(last, code)
+            return End(finished=True, step=last)
         if not code and target is None and step is None:
             return End(unproven=following.ends_at_target)
         if code or target is None or (step or 0) >= target:
@@ -204,6 +261,16 @@ class ForeignCheckpoints:
             return End(step=step, target=target)
         self._log.warning("ended_before_target", step=step, target=target)
         return End(step=step)
+
+    def say_failed_later(self, step: int | None, code: int) -> None:
+        """Warn that training has finished, and the script has failed since."""
+        self._log.warning("failed_after_last_step", step=step, code=code)
+
+    def _last_of_model(self, answer: Answer) -> int | None:
+        """Return the last step, where its checkpoint is whole and holds the model alone: nobody resumes from it."""
+        target = self._following.target
+        steps = [each.step for each in answer.passed if each.whole and each.step is not None]
+        return max((step for step in steps if target is not None and step >= target), default=None)
 
     def _known_target(self) -> int | None:
         with self._lock:
@@ -227,7 +294,15 @@ class ForeignCheckpoints:
             below_step=below_step,
             left_out=left_out,
             converted=self._following.converted,
+            launched=self._launched(),
         )
+
+    def _launched(self) -> tuple[Launched, ...]:
+        try:
+            return tuple(Launched(at=each.at, ranks=each.ranks) for each in worlds.read(self._run_directory))
+        except OSError as error:
+            self._log.warning("worlds_not_read", error=f"{error.filename}: {error.strerror}")
+            return ()
 
     def _ask(
         self, question: Question, *, is_old: Callable[[], bool] = lambda: False, within_s: float | None = None

@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from stepkeeper.supervisor.srun import Srun
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 
+T = TypeVar("T")
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
 KILLED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
@@ -73,8 +75,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def ranks(self, nodes: Sequence[str]) -> int | None:
         """Return the ranks of a launch on so many nodes; None where CMD itself chooses their number."""
-        chosen_by_us = self.wrapped and (self.torchrun or not self.launcher)
-        return len(nodes) * self.geometry.tasks_per_node if chosen_by_us else None
+        each: int | None = self.geometry.tasks_per_node
+        if not self.wrapped or "PET_NPROC_PER_NODE" in os.environ:
+            each = None
+        elif self.launcher and not self.torchrun:
+            each = cmd.torchrun_ranks(self.command, self.geometry.tasks_per_node)
+        return None if each is None else len(nodes) * each
 
     def tasks(self, nodes: Sequence[str]) -> int:
         """Return the tasks of a training step on so many nodes: one a rank, or one launcher a node."""
@@ -158,6 +164,7 @@ def launch_environment(job: Job, meeting: Meeting, environment: Mapping[str, str
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         **job.variables,
+        **chosen_checkpoint(job, meeting),
         **python_path(job, environment),
         "PYTHONUNBUFFERED": environment.get("PYTHONUNBUFFERED", "1"),
     }
@@ -170,6 +177,13 @@ def python_path(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     own = str(Path(hook.__file__).parent / "site")
     behind = environment.get("PYTHONPATH", "")
     return {"PYTHONPATH": f"{own}:{behind}" if behind else own}
+
+
+def chosen_checkpoint(job: Job, meeting: Meeting) -> dict[str, str]:
+    """Return what names the framework's checkpoint to a script whose own call names none, where the run attaches."""
+    if hook.VARIABLE not in job.variables or job.following is None or meeting.arguments is None:
+        return {}
+    return {hook.CHECKPOINT_VARIABLE: f"{job.following.framework}:{meeting.resume_from}"}
 
 
 def own_line(environment: Mapping[str, str], line: Sequence[str]) -> dict[str, str]:
@@ -276,6 +290,13 @@ class Launch:
         try:
             for path in (self._logs, self._logs / paths.ERRORS_NAME, self._logs / paths.STACKS_NAME):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._foreign is not None:
+                ranks = self._job.ranks(self._meeting.nodes)
+                self._inbox.guard(Part.FRAMEWORK, self._foreign.note_launch)(self._job.attempt, launch, ranks)
+                self._inbox.guard(Part.FRAMEWORK, self._foreign.repair)(self._meeting.resume_from, lambda: self._killed)
+                if self._killed:
+                    self._never_began()
+                    return
             hosts = {}
             if not self._meeting.in_slurms_order:
                 tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)
@@ -319,6 +340,14 @@ class Launch:
                 paths.mark_failed(self._logs, failed)
             paths.prune_logs(self._job.run_directory / "logs")
 
+    def _never_began(self) -> None:
+        """Say that the launch was ended while it was prepared: there is no srun to be ended."""
+        self._srun.ended.set()
+        launch, code = self._meeting.launch, 128 + signal.SIGTERM
+        self._inbox.put(
+            on.LaunchEnded(at=self._inbox.clock.now(), launch=launch, code=code, error="was ended before it began")
+        )
+
     def _known(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return what launches before have left for the ranks in the run directory; they can do without it."""
         run_directory = self._job.run_directory
@@ -350,17 +379,32 @@ class Launch:
     def _end_of_framework(self, code: int) -> End:
         """Return what the checkpoints show of the end, where the ranks were not ended from outside."""
         died, number = self._first_death or (code, None)
-        if self._foreign is None or number in _OUTSIDE or died in _OUTSIDE_CODES:
+        if number in _OUTSIDE or died in _OUTSIDE_CODES:
+            return End()
+        if (step := self._trained()) is not None:
+            if code and self._foreign is not None:
+                self._foreign.say_failed_later(step, code)
+            return End(finished=True, step=step)
+        if self._foreign is None:
             return End()
         return self._foreign.end(code, resumed_from=self._meeting.resume_from)
 
     def _said(self) -> str:
-        """Return what rank 0 wrote of the end; storage that hangs has nothing to say."""
-        found: list[str] = []
-        reader = threading.Thread(target=lambda: found.append(_outcome(self._job, self._meeting.launch)), daemon=True)
-        reader.start()
-        reader.join(STORAGE_WITHIN_S)
-        return found[0] if found else ""
+        """Return what rank 0 wrote of the end."""
+        return _patiently(lambda: _outcome(self._job, self._meeting.launch)) or ""
+
+    def _trained(self) -> int | None:
+        """Return the last step, where rank 0 of another framework wrote that this launch has come to its end."""
+        return _patiently(lambda: _last_step(self._job, self._meeting.launch))
+
+
+def _patiently(read: Callable[[], T]) -> T | None:
+    """Return what a reading brings; storage that hangs has nothing to say."""
+    found: list[T] = []
+    reader = threading.Thread(target=lambda: found.append(read()), daemon=True)
+    reader.start()
+    reader.join(STORAGE_WITHIN_S)
+    return found[0] if found else None
 
 
 def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
@@ -392,6 +436,14 @@ def deaths(text: str) -> list[tuple[int, int | None, int | None]]:
 def _node(text: str) -> str:
     match = _DEATH.search(text)
     return match["node"] if match else ""
+
+
+def _last_step(job: Job, launch: int) -> int | None:
+    try:
+        found = records.read_trained(job.run_directory)
+    except (OSError, ValueError):
+        return None  # as if it had not been written: the checkpoints may show it
+    return found.step if found is not None and found.launch == f"{job.attempt}.{launch}" else None
 
 
 def _outcome(job: Job, launch: int) -> str:

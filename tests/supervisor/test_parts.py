@@ -262,11 +262,11 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
     (tmp_path / "srun").chmod(0o755)
     launch.Launch(job, meeting, {"PATH": str(tmp_path)}, inbox=inbox, foreign=Foreign())  # type: ignore[arg-type]
 
-    found = events(inbox, 4)
+    found = events(inbox, 2)
 
     assert {type(each) for each in found} == {on.PartFailed, on.LaunchEnded}
     assert [(each.code, each.finished) for each in found if isinstance(each, on.LaunchEnded)] == [(1, False)]
-    assert [part for part, _ in reported] == [Part.FRAMEWORK] * 3
+    assert [part for part, _ in reported] == [Part.FRAMEWORK], "one line, however often"
 
 
 # --- a message that is too long -------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from stepkeeper import __version__, wrapper
 from stepkeeper.frameworks.following import Following
 from stepkeeper.slurm.cmd import resume_argument, with_resume
-from stepkeeper.slurm.launch import Geometry, own_srun_argv, training_argv, watcher_argv
+from stepkeeper.slurm.launch import Geometry, training_argv, watcher_argv
 from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
 from stepkeeper.wrapper import rank_environment
 
@@ -91,11 +91,6 @@ def test_the_users_own_srun_line_wins():
     line = argv_of(job("srun", "-N1", "--mem=20G", "python", "train.py", "{resume}"), "/c/step_1")
 
     assert shlex.join(line) == f"srun {STEP} -N1 --mem=20G python train.py --resume-from /c/step_1"
-
-
-def test_an_own_line_must_be_srun():
-    with pytest.raises(AssertionError):
-        own_srun_argv(["mpirun"], "/l")
 
 
 def test_one_torchrun_a_node():

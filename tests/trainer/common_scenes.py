@@ -68,10 +68,16 @@ def averages_of_torch(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         loss = fit()
         ema.update_parameters(model)
         swa.update_parameters(model)
-        schedule.step()
+        if "swalr" in state:
+            schedule.step()
         return loss
 
-    return Scene(state={"model": model, "optimizer": optimizer, "ema": ema, "swa": swa, "swalr": schedule}, step=step)
+    state = {"model": model, "optimizer": optimizer, "ema": ema, "swa": swa}
+    if not any(
+        map(callable, schedule.state_dict().values())
+    ):  # torch 2.6 has a function in it: that is refused by name
+        state["swalr"] = schedule
+    return Scene(state=state, step=step, more=lambda: schedule.last_epoch if "swalr" in state else None)
 
 
 @common

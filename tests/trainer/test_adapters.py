@@ -122,6 +122,9 @@ class FakeEngine:
     def save_checkpoint(self, save_dir: str, tag: str | None = None) -> None:
         self.saves.append((save_dir, tag))
 
+    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+        return (f"{load_dir}/{tag}" if tag else None), {}
+
 
 @pytest.fixture
 def deepspeed(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
@@ -32,6 +33,9 @@ IN_EACH_RUN = {
 """Other scenes are played by the campaign."""
 
 Of = Callable[[str], list[Played]]
+pipelines = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch.distributed.pipelining of torch 2.6 hangs over gloo"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Of:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[needs_fsdp] * (name in FSDP) + [pytest.mark.campaign] * (name not in IN_EACH_RUN))
+        pytest.param(
+            name,
+            marks=[needs_fsdp] * (name in FSDP)
+            + [pipelines] * (name == "a_pipeline_of_torch")
+            + [pytest.mark.campaign] * (name not in IN_EACH_RUN),
+        )
         for name in sorted((SCENES.keys() - REFUSED) | COMMON.keys())
     ],
 )
@@ -148,7 +157,10 @@ OTHER_RANKS = [
 
 @pytest.mark.parametrize(
     ("name", "then", "ranks"),
-    [pytest.param(*one, marks=needs_fsdp if one[0] == "fsdp2" else pytest.mark.campaign) for one in OTHER_RANKS],
+    [
+        pytest.param(*one, marks=[needs_fsdp] * (one[0] in FSDP) + [pytest.mark.campaign] * (one[0] != "fsdp2"))
+        for one in OTHER_RANKS
+    ],
 )
 def test_what_is_sharded_or_equal_everywhere_is_the_same_on_other_numbers_of_ranks(
     tmp_path: Path, name: str, then: int, ranks: int

@@ -79,7 +79,7 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
     class File(completing.HashingFile):
         def close(self) -> None:
             super().close()
-            if not harmed and which == "metadata":
+            if not harmed and which == "metadata" and self._path.name == ".metadata":
                 harm(self._path)
                 harmed.append(self._path.name)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.any_state import Play, play
+from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.test_any_state import STEPS, STOP
 from tests.trainer.unusual_scenes import EXACT, NOT_RESUMED, RANKS, REFUSED, VALUES
 
+FSDP = {"an_average_that_begins_late"}
 IN_EACH_RUN = {
     "optimizers_of_all_kinds",
     "a_module_that_training_changes",
@@ -39,7 +41,10 @@ AT_RESUME = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.campaign) for name in sorted(EXACT)],
+    [
+        pytest.param(name, marks=[needs_fsdp] * (name in FSDP) + [pytest.mark.campaign] * (name not in IN_EACH_RUN))
+        for name in sorted(EXACT)
+    ],
 )
 def test_a_resume_goes_on_to_the_last_bit(tmp_path: Path, name: str) -> None:
     ranks = RANKS.get(name, 2)

@@ -73,9 +73,8 @@ def averages_of_torch(rank: int, world_size: int) -> Scene:  # noqa: ARG001
         return loss
 
     state = {"model": model, "optimizer": optimizer, "ema": ema, "swa": swa}
-    if not any(
-        map(callable, schedule.state_dict().values())
-    ):  # torch 2.6 has a function in it: that is refused by name
+    holds_function = any(map(callable, schedule.state_dict().values()))  # as torch 2.6's does: refused by name
+    if not holds_function:
         state["swalr"] = schedule
     return Scene(state=state, step=step, more=lambda: schedule.last_epoch if "swalr" in state else None)
 

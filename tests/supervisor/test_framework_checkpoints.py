@@ -221,25 +221,9 @@ def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: P
     chosen = case.choose().directory
     assert chosen == str(case.root / "global_step10")
     seen = tmp_path / "seen"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ncp {case.root}/latest {seen}\n")
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    job = Job(
-        command=("python", "train.py"),
-        torchrun=False,
-        geometry=Geometry(tasks_per_node=1),
-        run_directory=case.run,
-        run_id="r1",
-        attempt=0,
-        socket="@x",
-    )
-    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=chosen)
 
     with structlog.testing.capture_logs() as said:
-        Launch(job, meeting, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, inbox=case.inbox, foreign=case.foreign)
-        limit = time.monotonic() + WITHIN_S
-        while not isinstance(case.inbox.get(1.0), on.LaunchEnded):
-            assert time.monotonic() < limit
+        launched(case, f"cp {case.root}/latest {seen}", resume_from=chosen)
 
     assert seen.read_text() == "global_step10"
     [repaired] = [each for each in said if each["event"] == "pointer_repaired"]
@@ -372,12 +356,19 @@ def test_a_universal_checkpoint_is_chosen_where_the_script_loads_such_ones(tmp_p
     assert case.foreign.arguments(event.directory) == ((option,) if takes else ())
 
 
-def launched(case: Case, said: str, code: int, *, foreign: bool = True) -> on.LaunchEnded:
-    """Return the end of a launch whose srun says something and ends with a code."""
+def saying(said: str, code: int) -> str:
+    """What an srun does that says something and ends with a code.
+
+    A child of it that has not become another program yet would look like srun's second process, which we end.
+    """
+    return f"printf '%s\\n' \"{said}\" >&2\nexit {code}"
+
+
+def launched(case: Case, srun: str, *, resume_from: str | None = None, foreign: bool = True) -> on.LaunchEnded:
+    """Return the end of a launch whose srun is a shell script."""
     bin_directory = case.run / "bin"
     bin_directory.mkdir()
-    # a child of it that has not become another program yet would look like srun's second process, which we end
-    (bin_directory / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"{said}\" >&2\nexit {code}\n")
+    (bin_directory / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (bin_directory / "srun").chmod(0o755)
     job = Job(
         command=("python", "train.py"),
@@ -388,7 +379,7 @@ def launched(case: Case, said: str, code: int, *, foreign: bool = True) -> on.La
         attempt=0,
         socket="@x",
     )
-    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=None)
+    meeting = Meeting(launch=0, nodes=("n1",), address="n1", port=1, resume_from=resume_from)
     environment = {"PATH": f"{bin_directory}:/usr/bin:/bin"}
     Launch(job, meeting, environment, inbox=case.inbox, foreign=case.foreign if foreign else None)
     limit = time.monotonic() + WITHIN_S
@@ -416,7 +407,7 @@ def test_ranks_that_were_ended_from_outside_have_not_finished(
     case = Case(tmp_path, framework="huggingface", patterns=None)
     trainer_state(case.root, 20, 20)
 
-    event = launched(case, said, code)
+    event = launched(case, saying(said, code))
 
     assert (event.code, event.finished) == (code, finished)
     assert event.step == (20 if finished else None)
@@ -466,7 +457,7 @@ def test_where_the_framework_has_come_to_its_end_the_run_has_too(
     case = Case(tmp_path)
     records.write_trained(case.run, records.Trained(launch=launch, step=40, at=0.0))
 
-    event = launched(case, said, code, foreign=code != 134)  # also where no directory of checkpoints is known
+    event = launched(case, saying(said, code), foreign=code != 134)  # also where no directory of checkpoints is known
 
     assert (event.code, event.finished) == (code, finished)
     assert event.step == (40 if finished else None)

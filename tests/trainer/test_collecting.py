@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from stepkeeper_trainer.errors import StateError
 from stepkeeper_trainer.state import Counters, TrainingState
+from stepkeeper_trainer.state.module import ModulePart
 from stepkeeper_trainer.state.optimizer import OptimizerPart
 
 
@@ -106,3 +109,20 @@ def test_an_extra_state_that_is_neither_tensor_nor_json_is_refused() -> None:
 
     with pytest.raises(StateError, match=r"model\.1\._extra_state is a range"):
         state.collect()
+
+
+@pytest.mark.parametrize(
+    "harm", [{"trained": "2:zz"}, {"trained": "2:ffff"}, {"trained": 7}, {"versions": ["a"]}, {"versions": {"a": "b"}}]
+)
+def test_a_description_of_a_module_that_cannot_be_used_is_found_before_anything_is_loaded(harm: dict[str, Any]) -> None:
+    """A hostile or damaged one: `load.resume` makes a DamagedError of these."""
+    part = ModulePart("model", torch.nn.Linear(2, 2))
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = part.collect(tensors) | harm
+    saved = {
+        name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [])
+        for name, tensor in tensors.items()
+    }
+
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        part.targets(skeleton, saved)

@@ -97,6 +97,8 @@ class ModulePart:
         self.name, self.module = name, module
         self._prefix = f"{name}."
         self._here: Mapping[str, Any] = {}  # its state as it is before a load
+        self._flags: dict[str, bool] = {}  # which parameters were trained at the save; nothing where that is unknown
+        self._then: dict[str, int] | None = None  # versions of its classes at the save
         self._loading: dict[str, Any] = {}  # what `load_state_dict` gets, by the module's own names
         self._replaced: dict[str, tuple[_Buffer, torch.Tensor]] = {}  # buffers, and what comes in their place
         self._names: set[str] | None = None  # of tensors that the script makes by itself, and those known since
@@ -211,6 +213,9 @@ class ModulePart:
         check_types(extra)
         self._here = state = self.module.state_dict(keep_vars=True)
         keys = keys_of(self._prefix, tuple(state))
+        trained, versions = ((skeleton or {}).get(key) for key in ("trained", "versions"))
+        self._flags = _read_trained(trained, _parameters_of(keys, state)) if trained is not None else {}
+        self._then = {name: int(version) for name, version in versions.items()} if versions is not None else None
         here = {key: value for key, value in zip(keys, state.values(), strict=True) if key not in extra}
         self._replaced = self._find_replaced(skeleton, here, saved)
         self._check_names(skeleton, {*here, *self._replaced}, saved)
@@ -281,7 +286,7 @@ class ModulePart:
                 found[key] = each, torch.empty(size, dtype=dtype, device=at)
         return found
 
-    def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, _skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what was saved, through the module's own `load_state_dict`: it copies nothing that is in place.
 
         Raises:
@@ -292,11 +297,11 @@ class ModulePart:
             for name, value in self._loading.items()
         )
         here, self._here, self._loading = self._here, {}, {}
-        vars(state)["_metadata"] = self._versions_then(here, skeleton)  # where torch keeps it
+        vars(state)["_metadata"] = self._versions_then(here)  # where torch keeps it
         for buffer, tensor in self._replaced.values():
             setattr(buffer.module, buffer.attribute, tensor)
         self._replaced = {}
-        self._take_trained(here, (skeleton or {}).get("trained"))
+        self._take_trained(here)
         try:
             self._load(state, here)
         except RuntimeError as error:
@@ -314,30 +319,29 @@ class ModulePart:
         if wrong := sorted([*unexpected, *(name for name in missing if plain_name(name) in known)]):
             raise ResumeError(f"{self.name} refuses the checkpoint's state: missing or too many: {wrong[:NAMED_MAX]}")
 
-    def _versions_then(self, state: Any, skeleton: Any) -> dict[str, Any]:
+    def _versions_then(self, state: Any) -> dict[str, Any]:
         """Return torch's notes on the modules with the versions that their classes had at the save.
 
         Step directories of before these were saved count as made by the classes at hand.
         """
         here: dict[str, Any] = {place: dict(noted) for place, noted in getattr(state, "_metadata", {}).items()}
-        then: dict[str, int] | None = (skeleton or {}).get("versions")
-        if then is not None:
+        if self._then is not None:
             for place, module in self.module.named_modules(remove_duplicate=False):
                 if place in here and (owner := _versioned(type(module))):
-                    here[place]["version"] = then.get(_name_of(owner), 1)
+                    here[place]["version"] = self._then.get(_name_of(owner), 1)
         return here
 
-    def _take_trained(self, state: Mapping[str, Any], trained: str | None) -> None:
+    def _take_trained(self, state: Mapping[str, Any]) -> None:
         """Freeze and unfreeze parameters as they were.
 
         Raises:
             ResumeError: DistributedDataParallel has taken note of the parameters as they are here.
         """
         parameters = _parameters_of(keys_of(self._prefix, tuple(state)), state)
-        if trained is None or trained == _write_trained(parameters):
+        flags = self._flags
+        changed = sorted(key for key, own in parameters.items() if key in flags and own.requires_grad != flags[key])
+        if not changed:
             return
-        flags = _read_trained(trained, parameters)
-        changed = sorted(key for key, parameter in parameters.items() if parameter.requires_grad != flags[key])
         if wrapped := [key for key in changed if flags[key] and key in self.replicated]:
             raise ResumeError(
                 f"{wrapped[0]} was trained when it was saved, and is frozen here, so DistributedDataParallel leaves it "

@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.state.placement import target_of
-from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, split, tensor_places
+from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, name_of, split, tensor_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -158,7 +158,7 @@ class ModulePart:
         """Return the versions that classes of its modules declare: a class converts states of older ones at a load."""
         if self._versions[0] != names:
             kinds = set(map(type, self.module.modules()))
-            found = {_name_of(owner): vars(owner)["_version"] for kind in kinds if (owner := _versioned(kind))}
+            found = {name_of(owner): vars(owner)["_version"] for kind in kinds if (owner := _versioned(kind))}
             self._versions = names, dict(sorted(found.items()))
         return self._versions[1]
 
@@ -328,7 +328,7 @@ class ModulePart:
         if self._then is not None:
             for place, module in self.module.named_modules(remove_duplicate=False):
                 if place in here and (owner := _versioned(type(module))):
-                    here[place]["version"] = self._then.get(_name_of(owner), 1)
+                    here[place]["version"] = self._then.get(name_of(owner), 1)
         return here
 
     def _take_trained(self, state: Mapping[str, Any]) -> None:
@@ -375,10 +375,6 @@ def _versioned(kind: type) -> type | None:
     """Return the class that declares the version of a module of this class, if one does."""
     owner = next((each for each in kind.__mro__ if "_version" in vars(each)), torch.nn.Module)
     return owner if owner is not torch.nn.Module else None
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _parameters_of(keys: tuple[str, ...], state: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:

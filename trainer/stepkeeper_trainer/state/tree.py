@@ -62,9 +62,9 @@ def split(  # noqa: C901  # one branch a type
         return {"$number": value.dtype.name, "value": split(number, name, tensors)}
     match value:
         case enum.Flag():
-            return {"$enum": _name_of(type(value)), "value": value.value}
+            return {"$enum": name_of(type(value)), "value": value.value}
         case enum.Enum():
-            return {"$enum": _name_of(type(value)), "member": value.name}
+            return {"$enum": name_of(type(value)), "member": value.name}
         case int() | float() | str():
             return value
         case torch.Tensor():
@@ -94,7 +94,7 @@ def _split_items(value: Iterable[Any], name: str, tensors: dict[str, torch.Tenso
     items = [split(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
     match value:
         case tuple():
-            return {"$tuple": items} | ({"$of": _name_of(type(value))} if hasattr(value, "_fields") else {})
+            return {"$tuple": items} | ({"$of": name_of(type(value))} if hasattr(value, "_fields") else {})
         case deque():
             return {"$deque": items, "maxlen": value.maxlen}
     return items
@@ -277,7 +277,7 @@ def _split_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], known
         )
     attributes, context = value.__tensor_flatten__()
     return {
-        "$subclass": _name_of(kind),
+        "$subclass": name_of(kind),
         "inner": {key: split(getattr(value, key), f"{name}.{key}", tensors) for key in attributes},
         "context": split(context, f"{name}.context", tensors),
         "size": list(value.size()),
@@ -318,7 +318,8 @@ def _join_subclass(name: str, skeleton: dict[str, Any], tensors: Mapping[str, to
     return _subclass(name).__tensor_unflatten__(inner, context, torch.Size(skeleton["size"]), tuple(skeleton["stride"]))
 
 
-def _name_of(kind: type) -> str:
+def name_of(kind: type) -> str:
+    """Return what a checkpoint calls a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -335,7 +336,7 @@ def _subclass(name: str, of: type = torch.Tensor) -> Any:
     waiting: list[type] = [of]
     while waiting:
         kind = waiting.pop()
-        if _name_of(kind) == name:
+        if name_of(kind) == name:
             return kind
         waiting += type.__subclasses__(kind)
     raise ResumeError(f"the checkpoint holds a {name}, which the script has not imported: import it before resume()")

@@ -64,13 +64,8 @@ def uneven(rank: int, directory: Path, *, others: list[int], method: str) -> int
     return 0
 
 
-def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
-    """One rank does not come to its second step for so long."""
-    _, _, manager = _manager(directory)
-    manager.step_done()
-    if rank == who:
-        time.sleep(seconds)
-        return 0
+def _go_on(rank: int, manager: CheckpointManager) -> int:
+    """Do some steps; print the error that ends them, and return its exit code."""
     try:
         for _ in range(3):
             manager.step_done()
@@ -78,6 +73,16 @@ def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
         print(f"rank {rank}: {error}", flush=True)
         return error.exit_code
     return 0
+
+
+def late(rank: int, directory: Path, *, who: int, seconds: float) -> int:
+    """One rank does not come to its second step for so long."""
+    _, _, manager = _manager(directory)
+    manager.step_done()
+    if rank == who:
+        time.sleep(seconds)
+        return 0
+    return _go_on(rank, manager)
 
 
 class _Value:
@@ -130,13 +135,7 @@ def one_ends(rank: int, directory: Path) -> int:
     manager.step_done()
     if rank == 1:
         os._exit(9)
-    try:
-        for _ in range(3):
-            manager.step_done()
-    except StepkeeperError as error:
-        print(f"rank {rank}: {error}", flush=True)
-        return error.exit_code
-    return 0
+    return _go_on(rank, manager)
 
 
 def signalled(rank: int, directory: Path) -> int:

@@ -299,7 +299,7 @@ def _range_place(command: Sequence[str]) -> tuple[int, tuple[int, int]] | None:
 def torchrun_ranks(command: Sequence[str], tasks_per_node: int) -> int | None:
     """Return how many ranks a torchrun in CMD starts on a node; None where that cannot be told from its line.
 
-    Without a number in its line it starts one a task of the job, by the variable that it is told.
+    Without a number in its line it starts one a task of the job: the launch sets `PET_NPROC_PER_NODE`.
 
     >>> torchrun_ranks(["torchrun", "--nproc-per-node=4", "train.py"], 8)
     4

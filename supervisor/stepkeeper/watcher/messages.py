@@ -298,7 +298,7 @@ _from_watcher: msgspec.json.Decoder[FromWatcher] = msgspec.json.Decoder(FromWatc
 def encode(message: ToWatcher | FromWatcher, *, on_cut: Callable[[str], object] = lambda _: None) -> bytes:
     """Return the line with its newline, cut where it is too long: `on_cut` gets what was done to it.
 
-    Whoever puts free text into a message shortens it: a line that must be cut is a mistake, and its sender goes on.
+    The sender of free text shortens it: a line that must be cut is a mistake, and its sender goes on.
     """
     data, cut = fitted(message, LINE_BYTES_MAX - 1)
     if cut:

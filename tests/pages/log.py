@@ -69,7 +69,7 @@ MEANINGS = {
     "no_way_to_resume": "the training script shows no way to go on from a checkpoint",
     "resume_argument_unknown": "the training script does not know the option that `--resume-argument` appends",
     "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
-    "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks as ever",
+    "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks without them",
     "part_failed": "a part failed that training can do without; the training goes on: please report it",
     "standby_gone": "one process that was to wait for the next launch cannot, and why",
     "standby_impossible": "`warm_standby` has no effect with this CMD, and why",

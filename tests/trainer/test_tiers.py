@@ -7,8 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +21,17 @@ from stepkeeper_trainer.tiers import (
     DamagedCopyError,
     DirectoryTier,
     Held,
-    Mover,
-    Outcome,
     Pace,
     Tier,
     TierError,
     copy_step,
     newest_anywhere,
     open_tier,
-    push_files,
 )
-from stepkeeper_trainer.tiers.copying import CopyStoppedError
+from stepkeeper_trainer.tiers.copying import CopyStoppedError, push
 from tests.ports import reserve
 from tests.trainer.s3_server import CONFIG, s3_server
-from tests.trainer.tier_steps import CHUNK, LATE_S, entry
+from tests.trainer.tier_steps import CHUNK, entry
 
 
 def make_step(
@@ -267,12 +262,12 @@ def test_nodes_send_their_own_files_and_the_last_one_commits(tmp_path: Path, sha
         [made] = make_steps(node.checkpoints, 1)
         (made / f"__{1 - number}_0.distcp").unlink()
     [held] = nodes[0].steps()
-    first = push_files(nodes[0], held, shared)
+    first = push(nodes[0], held, shared.staging(held), held.manifest.files)
     assert first.missing == ("__1_0.distcp",)
     with pytest.raises(TierError, match="1 files are missing"):
         shared.staging(held).commit()
     assert shared.steps() == []
-    assert push_files(nodes[1], held, shared).missing == ()
+    assert push(nodes[1], held, shared.staging(held), held.manifest.files).missing == ()
     assert shared.staging(held).commit() == "step_00000100"
     assert verify(shared.checkpoints / "step_00000100").ok
 
@@ -430,125 +425,6 @@ def test_a_tier_that_does_not_answer_is_told_and_the_others_are_used(
     found = newest_anywhere(shared, [DirectoryTier(tmp_path / "file" / "checkpoints"), local])
     assert found.directory == "step_00000100"
     assert "file" in found.passed_over[0]
-
-
-# --- beside training ------------------------------------------------------------------------------
-
-
-class Told:
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-        self._changed = threading.Condition()
-
-    def __call__(self, outcome: Outcome) -> None:
-        with self._changed:
-            self.outcomes.append(outcome)
-            self._changed.notify_all()
-
-    def wait_for(self, count: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.outcomes) >= count, LATE_S)
-
-
-def test_a_committed_step_travels_from_tier_to_tier(
-    local: DirectoryTier, shared: DirectoryTier, tmp_path: Path
-) -> None:
-    make_steps(local.checkpoints, 1)
-    [held] = local.steps()
-    cold = DirectoryTier(tmp_path / "cold")
-    told = Told()
-    mover = Mover([local, shared, cold], report=told)
-    mover.offer(held)
-    assert mover.wait(held.manifest.save_id, 2, time.monotonic() + LATE_S)
-    told.wait_for(2)
-    assert [(each.source, each.target, each.error) for each in told.outcomes] == [
-        (local.name, shared.name, ""),
-        (shared.name, cold.name, ""),
-    ]
-    assert mover.close(LATE_S)
-    assert verify(cold.checkpoints / "step_00000100").ok
-
-
-def test_where_copies_cannot_keep_up_the_newest_goes_first(local: DirectoryTier, shared: DirectoryTier) -> None:
-    make_steps(local.checkpoints, 4)
-    going = threading.Event()
-    go = threading.Event()
-    told = Told()
-
-    def wait_once() -> None:
-        going.set()
-        assert go.wait(LATE_S)
-
-    mover = Mover([local, shared], report=told, before_commit=wait_once)
-    newest, third, second, first = local.steps()
-    mover.offer(first)
-    assert going.wait(LATE_S)
-    for held in (second, third, newest):
-        mover.offer(held)
-    go.set()
-    told.wait_for(4)
-    assert sorted((each.step, each.left_out) for each in told.outcomes) == [
-        (100, False), (200, True), (300, True), (400, False),
-    ]  # fmt: skip
-    assert [held.manifest.step for held in shared.steps()] == [400, 100]
-    assert mover.close(LATE_S)
-
-
-def test_a_failure_is_told_and_tried_again(local: DirectoryTier, shared: DirectoryTier) -> None:
-    make_steps(local.checkpoints, 1)
-    [held] = local.steps()
-    told = Told()
-    broken = Watched(local, fail_after=4)
-    mover = Mover([broken, shared], report=told, retry_s=0.01)  # type: ignore[list-item]
-    mover.offer(held)
-    told.wait_for(1)
-    assert "Input/output error" in told.outcomes[0].error
-    broken.fail_after = None
-    assert mover.wait(held.manifest.save_id, 1, time.monotonic() + LATE_S)
-    assert broken.read.count(("__0_0.distcp", 0)) == 1, "it went on where it was"
-    assert mover.close(LATE_S)
-
-
-def test_a_hopeless_copy_gives_way_to_the_next_step(local: DirectoryTier, shared: DirectoryTier) -> None:
-    made = make_steps(local.checkpoints, 2)
-    newer, older = local.steps()
-    (made[0] / "__1_0.distcp").unlink()
-    told = Told()
-    mover = Mover([local, shared], report=told, retry_s=0.001)
-    mover.offer(older)
-    told.wait_for(6)
-    mover.offer(newer)
-    assert mover.wait(newer.manifest.save_id, 1, time.monotonic() + LATE_S)
-    assert not mover.wait(older.manifest.save_id, 1, time.monotonic())
-    assert mover.close(LATE_S)
-
-
-def test_closing_stops_a_slow_copy_at_once_and_loses_nothing(local: DirectoryTier, shared: DirectoryTier) -> None:
-    make_steps(local.checkpoints, 1)
-    [held] = local.steps()
-    watched = Watched(local)
-    mover = Mover([watched, shared], pace=Pace(2 * CHUNK))  # type: ignore[list-item]
-    mover.offer(held)
-    while len(watched.read) < 3:
-        time.sleep(0.005)
-    assert mover.close(LATE_S)
-    done = len(watched.read)
-    assert done < len(CHUNKS)
-    again = Watched(local)
-    copy_step(again, held, shared)
-    assert len(again.read) >= len(CHUNKS) - done
-
-
-def test_a_step_that_was_rolled_back_is_not_copied_on(local: DirectoryTier, shared: DirectoryTier) -> None:
-    make_steps(local.checkpoints, 1)
-    [held] = local.steps()
-    told = Told()
-    mover = Mover([local, shared], report=told, counts=lambda _held: False)
-    mover.offer(held)
-    told.wait_for(1)
-    assert told.outcomes[0].left_out
-    assert shared.steps() == []
-    assert mover.close(LATE_S)
 
 
 def test_the_pace_is_kept_by_all_together_and_idle_time_is_not_saved_up() -> None:

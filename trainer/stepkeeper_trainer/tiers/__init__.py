@@ -7,7 +7,7 @@ Needs no torch; the object store needs the extra `object`.
 
 from __future__ import annotations
 
-from stepkeeper_trainer.tiers.copying import Mover, Outcome, Pace, Pushed, copy_step, push_files
+from stepkeeper_trainer.tiers.copying import Pace, Pushed, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
 from stepkeeper_trainer.tiers.survey import Newest, newest_anywhere
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError
@@ -16,9 +16,7 @@ __all__ = [
     "DamagedCopyError",
     "DirectoryTier",
     "Held",
-    "Mover",
     "Newest",
-    "Outcome",
     "Pace",
     "Pushed",
     "Tier",
@@ -26,5 +24,4 @@ __all__ = [
     "copy_step",
     "newest_anywhere",
     "open_tier",
-    "push_files",
 ]

@@ -85,8 +85,8 @@ def readers(run: Path) -> dict[str, tuple[Callable[[], object], tuple[type[Excep
     return {
         "lease": (lambda: lease.read(run), (OSError, lease.LeaseError)),
         "lineage": (lambda: lineage.read(checkpoints), (OSError,)),
-        "outcome": (lambda: records.read_outcome(run), (OSError, records.OutcomeError)),
-        "keeping": (lambda: records.read_keeping(run), (OSError, records.KeepingError)),
+        "outcome": (lambda: records.read_outcome(run), (OSError, records.RecordError)),
+        "keeping": (lambda: records.read_keeping(run), (OSError, records.RecordError)),
         "trackers": (lambda: records.read_tracker_ids(run), ()),
         "reconstruct": (lambda: journal.reconstruct(found.journal), (OSError,)),
         "rescues": (lambda: list(run_store_lease.read_rescues(run)), (OSError,)),

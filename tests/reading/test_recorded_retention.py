@@ -61,7 +61,7 @@ def test_a_record_that_cannot_be_read_is_an_error_and_the_next_launch_writes_a_n
 ) -> None:
     (tmp_path / records.KEEPING_NAME).write_bytes(data)
 
-    with pytest.raises(records.KeepingError, match=records.KEEPING_NAME):
+    with pytest.raises(records.RecordError, match=records.KEEPING_NAME):
         records.read_keeping(tmp_path)
     record(tmp_path, cold="/cold")
 

@@ -412,7 +412,7 @@ def test_bytes_that_are_no_text_are_refused_like_any_other_damage(tmp_path: Path
     with pytest.raises(lease.LeaseError, match="not a lease"):
         lease.read(tmp_path)
     (tmp_path / "outcome.json").write_bytes(b'{"outcome":"stopped","step":1,"tokens":1,"save_id":%b}' % bad)
-    with pytest.raises(records.OutcomeError, match="not an outcome") as caught:
+    with pytest.raises(records.RecordError, match="not an outcome") as caught:
         records.read_outcome(tmp_path)
     assert isinstance(caught.value, msgspec.MsgspecError), "what the supervisor catches"
     for read in (messages.decode_from_rank, messages.decode_to_rank):
@@ -449,7 +449,7 @@ def test_a_newer_format_is_named_whatever_else_has_changed(tmp_path: Path) -> No
 
     with pytest.raises(lease.LeaseError, match=r"lease.json: format 2 is newer .* upgrade Stepkeeper$"):
         lease.read(tmp_path)
-    with pytest.raises(records.OutcomeError, match=r"outcome.json: format 2 is newer .* upgrade Stepkeeper$"):
+    with pytest.raises(records.RecordError, match=r"outcome.json: format 2 is newer .* upgrade Stepkeeper$"):
         records.read_outcome(tmp_path)
     with pytest.raises(ManifestError, match=r"x: format 2 is newer .* upgrade Stepkeeper$"):
         unseal(newer, source="x")
@@ -470,7 +470,7 @@ def test_a_format_that_never_was_is_damage(tmp_path: Path, format_: bytes) -> No
 
     with pytest.raises(lease.LeaseError, match="not a lease"):
         lease.read(tmp_path)
-    with pytest.raises(records.OutcomeError, match="not an outcome"):
+    with pytest.raises(records.RecordError, match="not an outcome"):
         records.read_outcome(tmp_path)
     with pytest.raises(ManifestError, match="format"):
         unseal(_sealed_again(sealed.replace(b'"format":1', b'"format":%b' % format_)), source="x")

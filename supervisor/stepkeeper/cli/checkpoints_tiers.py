@@ -246,7 +246,7 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:
     chosen = _settings_of(run)
     try:
         kept = records.read_keeping(run)
-    except (OSError, records.KeepingError) as error:
+    except (OSError, records.RecordError) as error:
         printing.warn(f"what the ranks have recorded cannot be read: {error}")
         kept = None
     places = kept.places if kept is not None else ()

@@ -127,7 +127,7 @@ def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
                 ExitCode.USAGE,
             )
         return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
-    except (OSError, records.KeepingError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise StepkeeperError(
             f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as --keep-last 3",
             ExitCode.USAGE,

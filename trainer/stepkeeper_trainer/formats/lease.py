@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.records import read_record
+from stepkeeper_trainer.formats.records import FORMAT, RecordFile
 
 PROC = Path("/proc")
 _BOOT = "sys/kernel/random/boot_id"
@@ -74,7 +73,6 @@ def _moved_by(proc: Path) -> int:
     return 0
 
 
-FORMAT = 1
 LEASE_NAME = "lease.json"
 NO_JOB = 0  # the number of no Slurm job: the run was started by hand
 
@@ -101,26 +99,6 @@ class LeaseError(ValueError):
     """The lease file does not parse, or a newer Stepkeeper wrote it."""
 
 
-_decoder = msgspec.json.Decoder(Lease)
-
-
-def read(run_directory: Path) -> Lease | None:
-    """Return the lease of a run directory; None where nobody ever took it.
-
-    Raises:
-        LeaseError: the file is there and is no lease, or one of a newer format.
-        OSError: it cannot be read.
-    """
-    return read_record(
-        run_directory / LEASE_NAME,
-        _decoder,
-        newest=FORMAT,
-        error=LeaseError,
-        otherwise="not a lease",
-        remedy="; if no job uses this run, remove the file",
-    )
-
-
-def write(run_directory: Path, lease: Lease) -> None:
-    """Take the lease: the caller has compared epochs.  Raises OSError."""
-    write_atomically(run_directory / LEASE_NAME, msgspec.json.encode(lease), mode=0o644)
+_lease = RecordFile(LEASE_NAME, Lease, "not a lease", "; if no job uses this run, remove the file", LeaseError)
+read = _lease.read
+write = _lease.write  # the caller has compared epochs

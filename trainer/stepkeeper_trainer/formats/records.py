@@ -10,7 +10,8 @@ script asks for (`CheckpointManager(retention=..., tiers=...)`).  A person who l
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,43 +25,48 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+FORMAT = 1  # of each of these records
 
 
-def read_record(
-    path: Path,
-    decoder: msgspec.json.Decoder[T],
-    *,
-    newest: int,
-    error: type[Exception],
-    otherwise: str,
-    remedy: str = "",
-) -> T | None:
-    """Return what a file holds; None where there is none.
-
-    Args:
-        path: of the file.
-        decoder: of its record.
-        newest: the newest format that can be read.
-        error: raised for what cannot.
-        otherwise: what a damaged file is, as in "not a lease".
-        remedy: what to do about that.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-    """
-    try:
-        data = read_plain(path, within=path.parent)
-    except FileNotFoundError:
-        return None
-    try:
-        return decode_format(decoder, data, newest=newest)
-    except NewerFormatError as why:
-        raise error(f"{path}: {why}") from why
-    except DecodeError as why:
-        raise error(f"{path}: {otherwise}: {why}{remedy}") from why
+class RecordError(msgspec.MsgspecError, ValueError):
+    """The file does not parse, or a newer Stepkeeper wrote it."""
 
 
-OUTCOME_FORMAT = 1
+@dataclass(frozen=True, slots=True)
+class RecordFile(Generic[T]):
+    """A file of the run directory."""
+
+    name: str
+    kind: type[T]
+    otherwise: str  # what a damaged file is, as in "not a lease"
+    remedy: str = ""  # what to do about that
+    error: type[Exception] = RecordError
+
+    def read(self, run_directory: Path) -> T | None:
+        """Return its record; None where there is none.
+
+        Raises:
+            RecordError: it is damaged, or of a newer format.
+            OSError: it is there and cannot be read.
+        """
+        path = run_directory / self.name
+        try:
+            data = read_plain(path, within=run_directory)
+        except FileNotFoundError:
+            return None
+        try:
+            decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(self.kind)
+            return decode_format(decoder, data, newest=FORMAT)
+        except NewerFormatError as why:
+            raise self.error(f"{path}: {why}") from why
+        except DecodeError as why:
+            raise self.error(f"{path}: {self.otherwise}: {why}{self.remedy}") from why
+
+    def write(self, run_directory: Path, record: T) -> None:
+        """Write it durably.  Raises OSError."""
+        write_atomically(run_directory / self.name, msgspec.json.encode(record), mode=0o644)
+
+
 OUTCOME_NAME = "outcome.json"
 EXIT_FINISHED = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request, state saved
@@ -69,7 +75,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request, state saved
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 writes it as the last act of a launch that ended as intended."""
 
-    format: int = OUTCOME_FORMAT
+    format: int = FORMAT
     outcome: Literal["finished", "stopped"]
     step: int
     tokens: int
@@ -78,76 +84,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds
 
 
-class OutcomeError(msgspec.MsgspecError, ValueError):
-    """The outcome file does not parse, or a newer Stepkeeper wrote it."""
-
-
-_outcome_decoder = msgspec.json.Decoder(Outcome)
-
-
-def read_outcome(run_directory: Path) -> Outcome | None:
-    """Return what the newest launch that ended as intended said; None where none did.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-        OutcomeError: it is no outcome, or one of a newer format.
-    """
-    return read_record(
-        run_directory / OUTCOME_NAME,
-        _outcome_decoder,
-        newest=OUTCOME_FORMAT,
-        error=OutcomeError,
-        otherwise="not an outcome",
-    )
-
-
-def write_outcome(run_directory: Path, outcome: Outcome) -> None:
-    """Record the outcome durably.  Raises OSError."""
-    write_atomically(run_directory / OUTCOME_NAME, msgspec.json.encode(outcome), mode=0o644)
-
-
-TRAINED_FORMAT = 1
+_outcome = RecordFile(OUTCOME_NAME, Outcome, "not an outcome")
+read_outcome, write_outcome = _outcome.read, _outcome.write
 TRAINED_NAME = "trained.json"
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 of another framework's training writes it at its last step: the script may go on, and fail."""
 
-    format: int = TRAINED_FORMAT
+    format: int = FORMAT
     launch: str  # "ATTEMPT.LAUNCH"
     step: int
     at: float  # Unix seconds
 
 
-class TrainedError(msgspec.MsgspecError, ValueError):
-    """The file does not parse, or a newer Stepkeeper wrote it."""
-
-
-_trained_decoder = msgspec.json.Decoder(Trained)
-
-
-def read_trained(run_directory: Path) -> Trained | None:
-    """Return which launch has come to the end of its training; None where none has.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-        TrainedError: it is none of these, or one of a newer format.
-    """
-    return read_record(
-        run_directory / TRAINED_NAME,
-        _trained_decoder,
-        newest=TRAINED_FORMAT,
-        error=TrainedError,
-        otherwise="not the end of a training",
-    )
-
-
-def write_trained(run_directory: Path, trained: Trained) -> None:
-    """Record the end of a training durably.  Raises OSError."""
-    write_atomically(run_directory / TRAINED_NAME, msgspec.json.encode(trained), mode=0o644)
-
-
-KEEPING_FORMAT = 1
+_trained = RecordFile(TRAINED_NAME, Trained, "not the end of a training")
+read_trained, write_trained = _trained.read, _trained.write
 KEEPING_NAME = "keeping.json"
 PLACES_MAX = 16  # the oldest are forgotten
 
@@ -164,7 +116,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Keeping(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 writes it when a launch has resumed."""
 
-    format: int = KEEPING_FORMAT
+    format: int = FORMAT
     launch: str  # "ATTEMPT.LAUNCH"
     at: float  # Unix seconds
     retention: dict[str, int | float | str | bool | None] | None  # fields of a policy; None: no step is removed
@@ -175,27 +127,8 @@ class Keeping(msgspec.Struct, frozen=True, kw_only=True):
         return next((place for place in self.places if place.kind == kind), None)
 
 
-class KeepingError(msgspec.MsgspecError):
-    """The file does not parse, or a newer Stepkeeper wrote it."""
-
-
-_keeping_decoder = msgspec.json.Decoder(Keeping)
-
-
-def read_keeping(run_directory: Path) -> Keeping | None:
-    """Return what the newest launch recorded; None where none did.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-        KeepingError: it is no such record, or one of a newer format.
-    """
-    return read_record(
-        run_directory / KEEPING_NAME,
-        _keeping_decoder,
-        newest=KEEPING_FORMAT,
-        error=KeepingError,
-        otherwise="not a record of what is kept",
-    )
+_keeping = RecordFile(KEEPING_NAME, Keeping, "not a record of what is kept")
+read_keeping = _keeping.read
 
 
 def write_keeping(run_directory: Path, keeping: Keeping) -> None:
@@ -206,12 +139,11 @@ def write_keeping(run_directory: Path, keeping: Keeping) -> None:
     """
     try:
         before = read_keeping(run_directory)
-    except KeepingError:  # torn, or newer: what this launch does is what counts now
+    except RecordError:  # torn, or newer: what this launch does is what counts now
         before = None
     own = [msgspec.structs.replace(place, where=without_secrets(place.where)) for place in keeping.places]
     places = _merge(own, before.places if before is not None else ())
-    whole = msgspec.structs.replace(keeping, places=places)
-    write_atomically(run_directory / KEEPING_NAME, msgspec.json.encode(whole), mode=0o644)
+    _keeping.write(run_directory, msgspec.structs.replace(keeping, places=places))
 
 
 def without_secrets(where: str) -> str:

@@ -1,31 +1,24 @@
-"""The numbers of a tensor as they lie in a step directory: no torch, nothing executed, no byte used unchecked.
+"""The tensors of a step directory as bytes: no torch, nothing executed, no byte used unchecked.
 
-A piece of a tensor is a small zip archive that `torch.save` made, inside a `.distcp` file.  Its data lie there as
-they are in memory; `data.pkl` beside them says of what shape.  That one is read by a machine with a stack and
-tuples, that cannot call anything.
-
-A whole tensor from the pieces that several ranks wrote, block by block, in bounded memory.  Needs no torch.
+A piece of a tensor is a small archive that `torch.save` made (`items`), inside a `.distcp` file.  A whole tensor is put
+together from the pieces that several ranks wrote, block by block, in bounded memory.
 """
 
 from __future__ import annotations
 
-import functools
-import io
 import math
 import os
-import pickletools
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from stepkeeper_trainer.formats import safetensors
+from stepkeeper_trainer.formats.items import HEAD_BYTES, ItemError, read_head
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 from stepkeeper_trainer.formats.metadata import Piece, TensorEntry
 from stepkeeper_trainer.formats.plain import open_descriptor
@@ -35,13 +28,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from stepkeeper_trainer.formats.metadata import Extent, Piece
+    from stepkeeper_trainer.formats.metadata import Piece
 
 
-CHUNKS_KEPT = 6  # of 16 MiB: one file read front to back needs one, and its archive's end another
-PICKLE_BYTES_MAX = 64 * 1024
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_TAIL_BYTES = 2048  # of an archive: its directory, mostly
+CHUNKS_KEPT = 6  # of 16 MiB
 
 
 class StoredError(Exception):
@@ -153,161 +143,7 @@ class PlainBytes(StepBytes):
             raise StoredError(f"{path}: has {size} bytes, and had {entry.bytes} just now: somebody writes it")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the numbers of a piece are, and in which order."""
-
-    file: str
-    start: int  # byte of the first number
-    bytes: int  # from there to the end of the archive's data
-    strides: tuple[int, ...]  # in numbers
-
-
-def locate(source: StepBytes, piece: Piece, item_bytes: int) -> Layout:
-    """Find the numbers of a piece.
-
-    Raises:
-        StoredError: its archive is damaged, compressed, or of another shape than `.metadata` says.
-        OSError: it cannot be read.
-    """
-    extent = piece.extent
-    if extent is None or extent.transformed:
-        raise StoredError("stored nowhere" if extent is None else f"{extent.file}: compressed: no reader for it")
-    where = f"{extent.file} at byte {extent.start}"
-    try:
-        with zipfile.ZipFile(_Window(source, extent)) as archive:
-            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-                raise StoredError(f"{where}: its archive is compressed")
-            data, header = entries["data/0"], entries["data.pkl"]
-            if "data/1" in entries or header.file_size > PICKLE_BYTES_MAX:
-                raise StoredError(f"{where}: holds more than one tensor")
-            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise StoredError(f"{where}: of another byte order")
-            offset, sizes, strides = _shape(archive.read(header))
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise StoredError(f"{where}: no tensor: {error}") from error
-    if sizes != piece.sizes:
-        raise StoredError(f"{where}: of shape {list(sizes)}, `.metadata` says {list(piece.sizes)}")
-    begin = _data_begins(source, extent, data.header_offset, where) + offset * item_bytes
-    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if math.prod(sizes) and ((last + 1) * item_bytes > data.file_size or min(strides, default=0) < 0 or offset < 0):
-        raise StoredError(f"{where}: {data.file_size} bytes are too few for its shape")
-    return Layout(extent.file, begin, data.file_size - offset * item_bytes, strides)
-
-
-def _data_begins(source: StepBytes, extent: Extent, header_offset: int, where: str) -> int:
-    at = extent.start + header_offset
-    magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(source.read(extent.file, at, _LOCAL_HEADER.size))
-    if magic != b"PK\x03\x04":
-        raise StoredError(f"{where}: no tensor: its data are not where its directory says")
-    return int(at + _LOCAL_HEADER.size + name_bytes + extra_bytes)
-
-
-class _Window(io.RawIOBase):
-    """The bytes of an extent as a file, for `zipfile`."""
-
-    def __init__(self, source: StepBytes, extent: Extent) -> None:
-        super().__init__()
-        self._source, self._extent, self._at = source, extent, 0
-        self.name = extent.file
-        self._tail_from = max(0, extent.length - _TAIL_BYTES)
-        self._tail = source.read(extent.file, extent.start + self._tail_from, extent.length - self._tail_from)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._extent.length}[whence]
-        self._at = base + offset
-        if self._at < 0:
-            raise zipfile.BadZipFile("leads outside")
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._extent.length - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        begin = self._at - self._tail_from
-        if begin >= 0:
-            data = self._tail[begin : begin + count]
-        else:
-            data = self._source.read(self._extent.file, self._extent.start + self._at, count)
-        self._at += count
-        return data
-
-
-# What `data.pkl` says, without running it ---------------------------------------------------------------------------
-
-_MARK = object()
-_REBUILD = frozenset({"torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"})
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "EMPTY_DICT": None}
-_VALUES = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL"})
-
-
-@functools.lru_cache(maxsize=4096)
-def _shape(data: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return offset, sizes and strides of the tensor that a `data.pkl` describes."""
-    try:
-        rebuild, arguments = _reduce(data)
-        _storage, offset, sizes, strides = arguments[:4]
-    except (ValueError, IndexError, TypeError, KeyError, AttributeError, StopIteration) as error:
-        raise StoredError(f"data.pkl describes no tensor: {error}") from error
-    numbers = (offset, *sizes, *strides) if isinstance(sizes, tuple) and isinstance(strides, tuple) else ()
-    if rebuild not in _REBUILD or not numbers or len(sizes) != len(strides):
-        raise StoredError(f"data.pkl describes no plain tensor, but {str(rebuild)[:80]!r}")
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise StoredError("data.pkl describes a tensor of no shape")
-    return offset, sizes, strides
-
-
-def _reduce(data: bytes) -> tuple[Any, Any]:
-    """Run the few opcodes that describe a tensor; a call is left as the pair of its name and arguments."""
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name == "STOP":
-            function, arguments = stack.pop()
-            return function, arguments
-        if name in _VALUES:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in {"BINPUT", "LONG_BINPUT"}:
-            memo[argument] = stack[-1]
-        elif name in {"BINGET", "LONG_BINGET"}:
-            stack.append(memo[argument])
-        elif name not in {"PROTO", "FRAME"}:
-            _fold(stack, name)
-    raise ValueError("it does not end")
-
-
-def _fold(stack: list[Any], name: str) -> None:
-    """Carry out an opcode that makes one value of those on the stack."""
-    match name:
-        case "MARK":
-            stack.append(_MARK)
-        case "TUPLE":
-            at = len(stack) - 1 - next(back for back, value in enumerate(reversed(stack)) if value is _MARK)
-            stack[at:] = [tuple(stack[at + 1 :])]
-        case "TUPLE1" | "TUPLE2" | "TUPLE3":
-            at = len(stack) - int(name[-1])
-            stack[at:] = [tuple(stack[at:])]
-        case "BINPERSID":
-            stack[-1] = ("storage", stack[-1])
-        case "REDUCE":
-            stack[-2:] = [(stack[-2], stack[-1])]
-        case _:
-            raise ValueError(f"{name} is not needed for one")
-
-
-# Numbers in the order of their indices -------------------------------------------------------------------------------
+# Numbers in the order of their indices ------------------------------------------------------------------------------
 
 
 def contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -368,13 +204,14 @@ class _Part:
     """A piece whose numbers are read a range at a time, in the order of their indices."""
 
     source: StepBytes
-    layout: Layout
+    file: str
+    start: int  # byte of the first number
     whole: bytes | None  # of one that lies otherwise in memory (transposed): turned around once
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` from byte `start` of the piece."""
         if self.whole is None:
-            self.source.read_into(self.layout.file, self.layout.start + start, view)
+            self.source.read_into(self.file, self.start + start, view)
         else:
             view[:] = self.whole[start : start + len(view)]
 
@@ -435,7 +272,7 @@ def tensor_blocks(source: StepBytes, entry: TensorEntry, *, block_bytes: int = B
                 low, high = box.within(prefix, first, last)
                 if low >= high:
                     continue
-                part = parts.get(piece) or parts.setdefault(piece, _part(source, piece, item_bytes))
+                part = parts.get(piece) or parts.setdefault(piece, _part(source, piece, entry.dtype))
                 start = box.row(prefix, low) * math.prod(box.sizes[depth + 1 :]) * item_bytes
                 offsets = (low - first, *box.offsets[depth + 1 :])
                 block.place(part, start, offsets, (high - low, *box.sizes[depth + 1 :]))
@@ -475,9 +312,31 @@ def _split_at(size: tuple[int, ...], item_bytes: int, block_bytes: int) -> tuple
     return len(size) - 1, item_bytes
 
 
-def _part(source: StepBytes, piece: Piece, item_bytes: int) -> _Part:
-    layout = locate(source, piece, item_bytes)
-    if contiguous(piece.sizes, layout.strides):
-        return _Part(source, layout, None)
-    data = memoryview(source.read(layout.file, layout.start, layout.bytes))
-    return _Part(source, layout, gather(data, piece.sizes, layout.strides, item_bytes))
+def _part(source: StepBytes, piece: Piece, dtype: str) -> _Part:
+    """Find the numbers of a piece.
+
+    Raises:
+        StoredError: its archive is damaged, compressed, or of another tensor than `.metadata` says.
+        OSError: it cannot be read.
+    """
+    extent, item_bytes = piece.extent, safetensors.ITEM_BYTES[dtype]
+    if extent is None or extent.transformed:
+        raise StoredError("stored nowhere" if extent is None else f"{extent.file}: compressed: no reader for it")
+    where = f"{extent.file} at byte {extent.start}"
+    try:
+        layout = read_head(source.read(extent.file, extent.start, min(HEAD_BYTES, extent.length)))
+    except ItemError as error:
+        raise StoredError(f"{where}: no tensor: {error}") from error
+    sizes, strides = layout.size, layout.stride
+    if (layout.dtype, sizes) != (dtype, piece.sizes):
+        found = f"{layout.dtype} of shape {list(sizes)}"
+        raise StoredError(f"{where}: is {found}, `.metadata` says {dtype} of shape {list(piece.sizes)}")
+    start = extent.start + layout.head_bytes + layout.offset * item_bytes
+    size = layout.storage_bytes - layout.offset * item_bytes
+    needed = (1 + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True))) * item_bytes if math.prod(sizes) else 0
+    if needed > size or layout.head_bytes + layout.storage_bytes > extent.length:
+        raise StoredError(f"{where}: its bytes are too few for its shape")
+    if contiguous(sizes, strides):
+        return _Part(source, extent.file, start, None)
+    data = memoryview(source.read(extent.file, start, size))
+    return _Part(source, extent.file, start, gather(data, sizes, strides, item_bytes))

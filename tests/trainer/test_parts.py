@@ -28,11 +28,11 @@ from hypothesis import strategies as st
 from stepkeeper_trainer.coordinate.agreement import Agreement, Proposal, Want
 from stepkeeper_trainer.coordinate.requests import ALONE_AFTER_S, SIGNAL_COUNTS_S, Requests
 from stepkeeper_trainer.environment import Environment, find_place, read_environment
-from stepkeeper_trainer.errors import DamagedError, ResumeError, SaveError, StateError, SupersededError, UsageError
+from stepkeeper_trainer.errors import ResumeError, SaveError, StateError, SupersededError, UsageError
 from stepkeeper_trainer.formats import lease, messages
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest
+from stepkeeper_trainer.formats.stored import StepBytes, StoredError
 from stepkeeper_trainer.link import Link
-from stepkeeper_trainer.load.reader import CheckedFile
 from stepkeeper_trainer.observe.metrics import HEADER, Metrics
 from stepkeeper_trainer.save import report
 from stepkeeper_trainer.save.commit import Commits
@@ -229,6 +229,10 @@ def _entry(data: bytes, chunk_bytes: int) -> FileEntry:
     return FileEntry(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), chunk_bytes=chunk_bytes, chunks=chunks)
 
 
+def _of_one_file(entry: FileEntry) -> Manifest:
+    return Manifest(step=1, tokens=0, world_size=1, created_at="", save_id="", files={"f": entry})
+
+
 @given(
     data=st.binary(min_size=1, max_size=100),
     chunk_bytes=st.integers(1, 20),
@@ -236,35 +240,39 @@ def _entry(data: bytes, chunk_bytes: int) -> FileEntry:
     flip=st.integers(0, 99),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_checked_file_gives_right_bytes_or_none(
+def test_bytes_of_a_step_are_right_or_refused(
     tmp_path_factory: pytest.TempPathFactory,
     data: bytes,
     chunk_bytes: int,
     reads: list[tuple[int, int]],
     flip: int,
 ) -> None:
-    path = tmp_path_factory.mktemp("checked") / "f"
+    directory = tmp_path_factory.mktemp("checked")
     damaged = bytearray(data)
     damaged[flip % len(data)] ^= 1
     for content, whole in ((data, True), (bytes(damaged), False)):
-        path.write_bytes(content)
-        with CheckedFile(path, _entry(data, chunk_bytes)) as file:
+        (directory / "f").write_bytes(content)
+        with StepBytes(directory, _of_one_file(_entry(data, chunk_bytes))) as source:
             for start, count in reads:
-                file.seek(start)
                 try:
-                    got = file.read(count)
-                except DamagedError:
-                    assert not whole
-                    continue
-                assert data[start : start + count].startswith(got)
-                assert got or not data[start : start + count]
+                    got = source.read("f", start, count)
+                except StoredError:
+                    assert not whole or start + count > len(data)
+                else:
+                    assert got == data[start : start + count]
 
 
-def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"12345")
+@pytest.mark.parametrize(
+    ("content", "entry"),
+    [(b"12345", _entry(b"1234", 4)), (b"1234", FileEntry(bytes=4, xxh3_128="", chunk_bytes=0))],
+)
+def test_a_file_of_another_size_or_without_its_chunks_is_refused(
+    tmp_path: Path, content: bytes, entry: FileEntry
+) -> None:
+    (tmp_path / "f").write_bytes(content)
 
-    with pytest.raises(DamagedError, match="has 5 bytes"):
-        CheckedFile(tmp_path / "f", _entry(b"1234", 4))
+    with StepBytes(tmp_path, _of_one_file(entry)) as source, pytest.raises(StoredError, match="the manifest says 4"):
+        source.read("f", 0, 1)
 
 
 # --- reports and commits -----------------------------------------------------------------------------

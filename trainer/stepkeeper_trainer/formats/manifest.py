@@ -66,6 +66,11 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=CHUNK_BYTES_MAX)] = CHUNK_BYTES
     chunks: tuple[str, ...] = ()
 
+    @property
+    def lists_chunks(self) -> bool:
+        """Whether there is a digest for each chunk; a file without cannot be read by chunks."""
+        return self.chunk_bytes > 0 and len(self.chunks) == -(-self.bytes // self.chunk_bytes)
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a step directory.  `manifest_xxh3_128` is last, so that it can seal the rest."""

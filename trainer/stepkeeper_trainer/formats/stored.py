@@ -62,8 +62,16 @@ class StepBytes:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
+    def size(self, name: str) -> int:
+        """Return how many bytes a file has.  Raises StoredError."""
+        entry = self._manifest.files.get(name)
+        if entry is None:
+            raise StoredError(f"{self._directory / name}: not in the manifest")
+        return entry.bytes
+
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return a range of a file.  Raises StoredError or OSError, as `read_into`."""
+        self._check_range(name, start, length)
         data = bytearray(length)
         self.read_into(name, start, memoryview(data))
         return bytes(data)
@@ -75,17 +83,19 @@ class StepBytes:
             StoredError: a chunk is not what the manifest says, or the range is outside.
             OSError: it cannot be read.
         """
-        entry = self._manifest.files.get(name)
-        if entry is None:
-            raise StoredError(f"{self._directory / name}: not in the manifest")
-        if start < 0 or start + len(view) > entry.bytes:
-            raise StoredError(f"{self._directory / name}: has {entry.bytes} bytes, {start + len(view)} are needed")
+        self._check_range(name, start, len(view))
+        entry = self._manifest.files[name]
+        self._descriptor(name, entry)  # of the right size, and with its chunks
         done = 0
         while done < len(view):
             index, within = divmod(start + done, entry.chunk_bytes)
             piece = memoryview(self._chunk(name, entry, index))[within : within + len(view) - done]
             view[done : done + len(piece)] = piece
             done += len(piece)
+
+    def _check_range(self, name: str, start: int, length: int) -> None:
+        if start < 0 or length < 0 or start + length > self.size(name):
+            raise StoredError(f"{self._directory / name}: has {self.size(name)} bytes, {start + length} are needed")
 
     def _chunk(self, name: str, entry: FileEntry, index: int) -> bytes:
         key = (name, index)
@@ -101,7 +111,7 @@ class StepBytes:
         return data
 
     def _compare(self, name: str, entry: FileEntry, index: int, data: bytes) -> None:
-        if index >= len(entry.chunks) or xxhash.xxh3_128_hexdigest(data) != entry.chunks[index]:
+        if xxhash.xxh3_128_hexdigest(data) != entry.chunks[index]:
             start = index * entry.chunk_bytes
             raise StoredError(f"{self._directory / name}: bytes of chunk {index} (from byte {start}) are wrong")
 
@@ -115,8 +125,7 @@ class StepBytes:
         return self._descriptors[name]
 
     def _compare_size(self, path: Path, entry: FileEntry, size: int) -> None:
-        count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
-        if size != entry.bytes or len(entry.chunks) != count:
+        if size != entry.bytes or not entry.lists_chunks:
             raise StoredError(
                 f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks"
             )

@@ -244,16 +244,11 @@ def look_at_files(directory: Path, manifest: Manifest, problems: list[str]) -> d
             problems.append(f"{directory / name}: missing")
         elif status.st_size != entry.bytes:
             problems.append(f"{directory / name}: has {status.st_size} bytes, the manifest says {entry.bytes}")
-        elif not lists_chunks(entry):
+        elif not entry.lists_chunks:
             problems.append(f"{directory / name}: the manifest does not list its chunks")
         else:
             files[name] = status
     return files
-
-
-def lists_chunks(entry: FileEntry) -> bool:
-    """Whether the manifest has a digest for each chunk of a file; one without cannot be read by chunks."""
-    return entry.chunk_bytes > 0 and len(entry.chunks) == -(-entry.bytes // entry.chunk_bytes)
 
 
 def _files_below(directory: Path, problems: list[str]) -> Iterator[tuple[str, os.stat_result]]:
@@ -429,7 +424,7 @@ def verify_shard(directory: Path, index: int, of: int, *, reading: Reading | Non
         return ShardVerdict(index, of, (str(error),), 0, "", "", began_at)
     how = reading or Reading()
     # a file without a list of chunks cannot be read: `join_shards` says so
-    files = {name: entry for name, entry in manifest.files.items() if lists_chunks(entry)}
+    files = {name: entry for name, entry in manifest.files.items() if entry.lists_chunks}
     tasks = share_of(tasks_of(files, list(files), of * how.count_threads()), index, of)
     names = list(dict.fromkeys(task.name for task in tasks))
     before, problems = _facts_of(directory, files, names)

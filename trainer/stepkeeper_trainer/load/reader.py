@@ -7,15 +7,11 @@ unpickled into code.
 from __future__ import annotations
 
 import inspect
-import io
-import os
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -39,7 +35,8 @@ from stepkeeper_trainer.formats.metadata import (
     TensorEntry,
     parse,
 )
-from stepkeeper_trainer.formats.plain import collection_paused, open_descriptor
+from stepkeeper_trainer.formats.plain import collection_paused
+from stepkeeper_trainer.formats.stored import StepBytes, StoredError
 from stepkeeper_trainer.load import Limits, Wanted, fill
 
 if TYPE_CHECKING:
@@ -47,88 +44,11 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
+    from stepkeeper_trainer.formats.manifest import Manifest
 
 
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(state_dict_loader.load).parameters else {}
 """Has a load or save of DCP ask no other process.  That of torch 2.6 asks none where there is no process group."""
-_CHUNKS_KEPT = 4  # a tensor's item is read at its end first, then from its start
-
-
-class CheckedFile(io.RawIOBase):
-    """A file that gives out checked bytes only."""
-
-    def __init__(self, path: Path, entry: FileEntry) -> None:
-        """Open it.  Raises OSError, or DamagedError where its size is wrong."""
-        super().__init__()
-        self._path, self._entry, self._at = path, entry, 0
-        self._chunks: dict[int, bytes] = {}
-        self._descriptor = open_descriptor(path, within=path.parent)
-        size = os.fstat(self._descriptor).st_size
-        count = -(-entry.bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
-        if size != entry.bytes or len(entry.chunks) != count:
-            os.close(self._descriptor)
-            raise DamagedError(
-                f"{path}: has {size} bytes, the manifest says {entry.bytes} in {len(entry.chunks)} chunks"
-            )
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._entry.bytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        """Say where the next read begins."""
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read checked bytes, up to the end of a chunk.
-
-        Raises:
-            DamagedError: the chunk is not what the manifest says.
-            OSError: it cannot be read.
-        """
-        if self._at >= self._entry.bytes:
-            return 0
-        index, start = divmod(self._at, self._entry.chunk_bytes)
-        view = memoryview(buffer).cast("B")
-        piece = memoryview(self._chunk(index))[start : start + len(view)]
-        view[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
-            os.close(self._descriptor)
-        super().close()
-
-    def _chunk(self, index: int) -> bytes:
-        if index in self._chunks:
-            return self._chunks[index]
-        start = index * self._entry.chunk_bytes
-        wanted = min(self._entry.chunk_bytes, self._entry.bytes - start)
-        data = b""
-        while len(data) < wanted:
-            more = os.pread(self._descriptor, wanted - len(data), start + len(data))
-            if not more:
-                break
-            data = data + more if data else more
-        if xxhash.xxh3_128_hexdigest(data) != self._entry.chunks[index]:
-            raise DamagedError(f"{self._path}: bytes of chunk {index} (from byte {start}) are wrong")
-        while len(self._chunks) >= _CHUNKS_KEPT:
-            del self._chunks[next(iter(self._chunks))]
-        self._chunks[index] = data
-        return data
 
 
 class CheckedReader:
@@ -148,16 +68,15 @@ class CheckedReader:
             OSError: it cannot be opened.
         """
         if self._contents is None:
-            path = self._directory / METADATA_NAME
-            entry = self._manifest.files.get(METADATA_NAME)
-            if entry is None:
-                raise DamagedError(f"{path}: not in the manifest")
-            with CheckedFile(path, entry) as raw, io.BufferedReader(raw, 1024 * 1024) as file:
-                data = file.read()
+            try:
+                with StepBytes(self._directory, self._manifest, chunks_kept=1) as source:
+                    data = source.read(METADATA_NAME, 0, source.size(METADATA_NAME))
+            except StoredError as error:
+                raise DamagedError(str(error)) from error
             try:
                 self._contents = parse(data)
             except MetadataError as error:
-                raise DamagedError(f"{path}: {error}") from error
+                raise DamagedError(f"{self._directory / METADATA_NAME}: {error}") from error
         return self._contents
 
     def read_metadata(self) -> Metadata:
@@ -210,26 +129,22 @@ class CheckedReader:
         Raises:
             DamagedError: some byte is not what the manifest says, or cannot be read.
         """
-        by_file: dict[str, list[tuple[Extent, str]]] = defaultdict(list)
+        found: list[tuple[Extent, str]] = []
         for name in names:
             extent = self.contents.objects.get(name)
             if extent is None:
                 raise DamagedError(f"{self._directory}: {name} is stored nowhere")
-            by_file[extent.file].append((extent, name))
-        for file, extents in by_file.items():
-            entry = self._manifest.files.get(file)
-            if entry is None:
-                raise DamagedError(f"{self._directory / file}: not in the manifest")
-            try:
-                with CheckedFile(self._directory / file, entry) as raw, io.BufferedReader(raw, 64 * 1024) as opened:
-                    for extent, name in sorted(extents, key=lambda each: each[0].start):
-                        opened.seek(extent.start)
-                        data = opened.read(extent.length)
-                        if extent.transformed or len(data) != extent.length:
-                            raise DamagedError(f"{self._directory / file}: {name} is compressed, or lies outside of it")
-                        yield name, extent, data
-            except OSError as error:
-                raise DamagedError(f"{self._directory / file}: cannot be read: {error.strerror}") from error
+            if extent.transformed:
+                raise DamagedError(f"{self._directory / extent.file}: {name} is compressed")
+            found.append((extent, name))
+        try:
+            with StepBytes(self._directory, self._manifest) as source:
+                for extent, name in sorted(found, key=lambda each: (each[0].file, each[0].start)):
+                    yield name, extent, source.read(extent.file, extent.start, extent.length)
+        except StoredError as error:
+            raise DamagedError(str(error)) from error
+        except OSError as error:
+            raise DamagedError(f"{error.filename or self._directory}: cannot be read: {error.strerror}") from error
 
     def _wanted(
         self, item: ReadItem, target: torch.Tensor, places: dict[tuple[str, tuple[int, ...]], tuple[TensorEntry, Piece]]

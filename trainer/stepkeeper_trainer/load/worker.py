@@ -52,7 +52,7 @@ class Source:
         """Open it.  Raises DamagedError where it cannot be what the manifest says."""
         path = directory / file
         self.path, self.entry, self.name = path, entry, ""
-        if not entry.chunk_bytes or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
+        if not entry.lists_chunks:
             raise DamagedError(f"{path}: the manifest does not list its chunks")
         try:
             self._descriptor = open_descriptor(path, within=directory)

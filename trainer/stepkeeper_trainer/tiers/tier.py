@@ -157,7 +157,7 @@ def check_chunk(data: bytes | memoryview, entry: FileEntry, index: int, *, where
 
 def check_entry(entry: FileEntry, *, where: str) -> None:
     """Refuse a file whose chunks the manifest does not list.  Raises DamagedCopyError."""
-    if entry.bytes < 0 or entry.chunk_bytes <= 0 or len(entry.chunks) != -(-entry.bytes // entry.chunk_bytes):
+    if not entry.lists_chunks:
         raise DamagedCopyError(f"{where}: the manifest does not list its chunks")
 
 

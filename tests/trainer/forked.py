@@ -294,7 +294,7 @@ def _arm(point: str, how: str) -> None:
         "reporting": (persist, "publish", False),
         "reported": (persist, "publish", True),
         "gathered": (commit, "gather", True),
-        "manifest": (commit, "_write_new", True),
+        "manifest": (commit, "write_new", True),
         "renaming": (commit.Commits, "check_fence", True),
         "renamed": (commit.lineage, "append", False),
         "recorded": (commit.lineage, "append", True),

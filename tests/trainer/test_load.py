@@ -20,9 +20,9 @@ from stepkeeper_trainer.formats import items
 from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.load import Limits, Wanted, fill
 from stepkeeper_trainer.load import worker as working
 from stepkeeper_trainer.load.reader import CheckedReader, load
+from stepkeeper_trainer.load.worker import Limits, Wanted, fill
 from tests.ports import reserve
 from tests.trainer import warm
 from tests.trainer.fsdp import needs_fsdp

@@ -16,12 +16,12 @@ import pytest
 
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import lineage, steps
-from stepkeeper_trainer.formats.manifest import PENDING_NAME
+from stepkeeper_trainer.formats.manifest import PENDING_NAME, FileEntry
 from stepkeeper_trainer.save.commit import Commits
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
 from stepkeeper_trainer.tiers import uploader as placing_module
-from stepkeeper_trainer.tiers.directory import LocalTier
+from stepkeeper_trainer.tiers.directory import InFlight, LocalTier
 from stepkeeper_trainer.tiers.search import Gatherer, counts, find_place
 from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 from tests.trainer.tier_steps import LATE_S, content, lay, make, on_ranks
@@ -133,13 +133,13 @@ def test_each_rank_copies_its_own_files_and_the_run_has_the_step(nodes: Nodes) -
 
 def test_a_rank_looks_at_its_own_files_only_on_shared_storage(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[tuple[int, str]] = []
-    file_size = placing_module.file_size
+    done = InFlight.done
 
-    def counted(path: Path) -> int:
-        looked.append((threading.get_ident(), path.name))
-        return file_size(path)
+    def counted(self: InFlight, name: str, expected: FileEntry) -> bool:
+        looked.append((threading.get_ident(), name))
+        return done(self, name, expected)
 
-    monkeypatch.setattr(placing_module, "file_size", counted)
+    monkeypatch.setattr(InFlight, "done", counted)
     nodes.start()
     copies = {each._threads[1].ident: rank for rank, each in enumerate(nodes.placings)}
     files = content(100)

@@ -90,7 +90,7 @@ def superseded(run_directory: Path, ours: Lease, *, opened: Path | None = None) 
     if held is not None and held.epoch > ours.epoch:
         return held
     if held is None or held.epoch < ours.epoch:
-        with naming(run_directory / leases.LEASE_NAME):
+        with naming(run_directory / leases.LEASE_NAME, always=True):
             leases.write(opened or run_directory, ours)
     return None
 

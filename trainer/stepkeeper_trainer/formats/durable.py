@@ -10,32 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepkeeper_trainer.formats.plain import open_directory
+from stepkeeper_trainer.formats.plain import naming, open_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 STALE_S = 3600.0  # nobody takes so long to write a small file
 _TEMPORARY = re.compile(r"\.(?:[\w.-]+\.json|\.tiers-id)\.[a-z0-9_]{8}")  # as `write_atomically` names them
-
-
-@contextlib.contextmanager
-def naming(path: str | os.PathLike[str], *, always: bool = False) -> Iterator[None]:
-    """Have an error of the system name its file: calls on descriptors do not, and "No space left" alone helps nobody.
-
-    Args:
-        path: of the file.
-        always: also where the error names something: relative to a descriptor it is the end of the path only.
-
-    Raises:
-        OSError: as it was, with the name.
-    """
-    try:
-        yield
-    except OSError as error:
-        if always or error.filename is None:
-            error.filename = os.fspath(path)
-        raise
 
 
 def fsync_directory(path: Path) -> None:
@@ -66,6 +47,17 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Make a file that is not there yet, and its bytes durable; its name is not so by this.  Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with naming(path):
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(

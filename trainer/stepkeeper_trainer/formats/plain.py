@@ -1,4 +1,4 @@
-"""Files that a stranger may have written are opened and read so that they can neither mislead nor stop the reader.
+"""Files and bytes that a stranger may have written can neither mislead nor stop the reader.
 
 Only plain files are opened, without waiting for a pipe's other end, and no symbolic link is followed.  With `within`
 that holds for each directory below it too, one after the other from its descriptor, so that nobody can swap one; and
@@ -7,12 +7,9 @@ each of them, and the file, belongs to the owner of `within`, to root or to us. 
 A file that another node has replaced a moment ago may be stale here (ESTALE): a network file system takes the name for
 the file of before, which is gone, until its cache is a few seconds older.
 
-What may take for ever, or all memory, is tried in a child process first: a pickle of 300 bytes can do that without
-running anything, by tuples that hold each one before them twice.
-
-Parsing bytes that anybody may have written: whatever is wrong with them is one kind of error.
-
-Millions of records are made without Python looking for cycles among them, which takes most of the time otherwise.
+Whatever is wrong with bytes that are parsed is one kind of error.  What may take for ever, or all memory, is tried in a
+child process first: a pickle of 300 bytes can do that without running anything, by tuples that hold each one before
+them twice.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ def open_descriptor(path: Path, *, within: Path | None = None, flags: int = 0) -
         FileNotFoundError: there is none.
         OSError: it cannot be opened, is a link, a directory, a pipe or the like, or belongs to a stranger.
     """
-    with naming(path):
+    with naming(path, always=True):
         if within is None:
             return _plain(path, None, flags)
         with _parent(path, within) as (parent, owner):
@@ -73,7 +70,7 @@ def open_directory(path: Path, *, within: Path) -> int:
     Raises:
         OSError: there is none, it is a link, or it belongs to a stranger.
     """
-    with naming(path), _parent(path / "_", within) as (parent, _):
+    with naming(path, always=True), _parent(path / "_", within) as (parent, _):
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
 
 
@@ -86,7 +83,7 @@ def read_plain(path: Path, bytes_max: int = RECORD_BYTES_MAX, *, within: Path | 
     """
 
     def read() -> bytes:
-        with open_plain(path, within=within) as file, naming(path):
+        with open_plain(path, within=within) as file, naming(path, always=True):
             size = os.fstat(file.fileno()).st_size
             if size <= bytes_max:
                 data = file.read(size + 1)  # a read makes room for what it is asked for
@@ -121,15 +118,24 @@ def trusts(owner: int, found: int) -> bool:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Have an error name the whole path: relative to a descriptor, the system knows the end of it only."""
+def naming(path: str | os.PathLike[str], *, always: bool = False) -> Iterator[None]:
+    """Have an error of the system name its file: calls on descriptors do not, and "No space left" alone helps nobody.
+
+    Args:
+        path: of the file.
+        always: also where the error names something: relative to a descriptor it is the end of the path only.
+
+    Raises:
+        OSError: as it was, with the name.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = str(path)
+        if always or error.filename is None:
+            error.filename = os.fspath(path)
         raise
     except ValueError as error:  # a NUL in it
-        raise OSError(errno.EINVAL, str(error), str(path)) from error
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from error
 
 
 def _plain(name: str | Path, directory: int | None, flags: int) -> int:

@@ -3,19 +3,16 @@
     manifest -> a look at names, sizes, `.metadata` -> what no cache knows to be right
     -> read on threads (reading) -> verdict
 
-Several nodes can read a shard each.  Needs no torch, and runs nothing that it reads.
+Several readers can read a shard each, and what all of them found is put together.  Needs no torch, and runs nothing
+that it reads.
 
-A deep verification in shards: each reader its own, and what all of them found put together.
-
-What deep verification has found right, remembered outside of the step directories.
-
-One small file a step below `checkpoints/.verified/`, written by the process that read the bytes.  It remembers single
-files: (inode, size, mtime, ctime) and what the manifest says of the bytes.  The kernel sets the ctime and nobody
-can set it back, so a file that was written to, replaced or restored is read again; one whose manifest says
-something else is too.  Files that were found wrong are remembered likewise, for people who list the steps: they are
-read again all the same.  A record never says that a step is verified: names, sizes, manifest and `.metadata` are looked
-at each time.  What it cannot see is a disk that forgets bytes by itself; `checkpoints verify` therefore reads
-everything, unless asked not to.
+What deep verification has found right is remembered outside of the step directories (`Cache`): one small file a step
+below `checkpoints/.verified/`, written by the process that read the bytes.  It remembers single files: (inode, size,
+mtime, ctime) and what the manifest says of the bytes.  The kernel sets the ctime and nobody can set it back, so a file
+that was written to, replaced or restored is read again; one whose manifest says something else is too.  Files that were
+found wrong are remembered likewise, for people who list the steps: they are read again all the same.  A record never
+says that a step is verified: names, sizes, manifest and `.metadata` are looked at each time.  What it cannot see is a
+disk that forgets bytes by itself; `checkpoints verify` therefore reads everything, unless asked not to.
 """
 
 from __future__ import annotations

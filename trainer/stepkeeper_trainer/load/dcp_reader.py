@@ -18,8 +18,8 @@ from torch.futures import Future
 
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, ManifestError, read_manifest
-from stepkeeper_trainer.load import Limits, fill
 from stepkeeper_trainer.load.reader import CheckedReader
+from stepkeeper_trainer.load.worker import Limits, fill
 
 if TYPE_CHECKING:
     import os

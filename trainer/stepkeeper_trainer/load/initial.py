@@ -4,10 +4,6 @@ From a directory of plain `torch.distributed.checkpoint` (torchtitan's, for one)
 are filled, each rank's own shards, and optimizers where it is asked for, by their tensors under DCP's names; options
 such as the learning rate stay those of the script, schedule and data begin anew.  Nothing of these files is unpickled
 into code.  A directory with a manifest of ours is verified; others have no digests, and the log says so.
-
-Loading safetensors files into a model: each rank reads its own part of each tensor, and nothing else.
-
-For fine-tuning a published model, and for what `stepkeeper checkpoints export` wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ if TYPE_CHECKING:
 
     from stepkeeper_trainer.coordinate.agreement import Agreement
     from stepkeeper_trainer.formats.manifest import Manifest
-    from stepkeeper_trainer.load import Limits
+    from stepkeeper_trainer.load.worker import Limits
     from stepkeeper_trainer.state import TrainingState
     from stepkeeper_trainer.state.module import ModulePart
     from stepkeeper_trainer.state.optimizer import OptimizerPart

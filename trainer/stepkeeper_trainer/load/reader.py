@@ -37,7 +37,7 @@ from stepkeeper_trainer.formats.metadata import (
 )
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.formats.stored import StepBytes, StoredError
-from stepkeeper_trainer.load import Limits, Wanted, fill
+from stepkeeper_trainer.load.worker import Limits, Wanted, fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

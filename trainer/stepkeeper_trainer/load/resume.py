@@ -21,9 +21,9 @@ from stepkeeper_trainer.formats.steps import (
     read_manifest,
 )
 from stepkeeper_trainer.formats.verify import Cache, join_shards, known_right, verify_shard
-from stepkeeper_trainer.load import Limits
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load
+from stepkeeper_trainer.load.worker import Limits
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.save import warn_of_changes
 from stepkeeper_trainer.store import space

@@ -1,16 +1,10 @@
 """A load from end to end: plan, then threads that read chunks, have them checked, and copy what is wanted out of them.
 
-What all threads of a load share: where they read, how much memory is left, and whether one has failed.
+    what is wanted (boxes of stored tensors, and where they go) -> tasks: a chunk of a file each -> threads
+    -> read and check a chunk -> its bytes to their places: as they are where that is possible, else by torch
 
-From checked bytes to a tensor: as they are where that is possible, else by torch.
-
-The heads of stored tensors, recognised: archives of one type and size have the same.
-
-What is wanted, as tasks: a chunk of a file each, with what is to be copied out of it.
-
-What a load is asked for: boxes of stored tensors, and where they go.
-
-The files of a step directory as a load reads them: by place, a chunk at a time, checked.
+Chunks of which nothing is needed are not read.  Nothing is unpickled into code, and memory beyond the tensors is
+bounded.  Archives of one type and size have the same head, which is recognised.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import msgspec
 from stepkeeper_trainer.errors import DriftError, SaveError, SupersededError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
+from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, write_new
 from stepkeeper_trainer.formats.lease import birth
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, FileEntry, Manifest, seal, step_name
 from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
@@ -221,7 +221,7 @@ class Commits:
         if found != promised:
             wrong = sorted(found.items() ^ promised.items())[:3]
             raise SaveError(f"{directory}: what is there is not what was written: {wrong}")
-        _write_new(directory / MANIFEST_NAME, seal(manifest))
+        write_new(directory / MANIFEST_NAME, seal(manifest))
         fsync_directory(directory)
         self.check_fence()
         final = self.checkpoints / step_name(manifest.step)
@@ -490,13 +490,3 @@ def _remove_strays(directory: Path, names: set[str]) -> None:
         warn("stray_removed", directory=directory.name, name=name, why="a rank wrote it when the save was complete")
     if strays:
         fsync_directory(directory)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with naming(path):
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

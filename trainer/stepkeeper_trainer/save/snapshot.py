@@ -5,10 +5,6 @@ a swap of the weights, a CUDA graph.  As much as fits is copied within the devic
 goes to the host beside training; the rest goes to the host at once.
 
 Each device has a stream and an order of its own (`Devices`); what the host holds is copied at once.
-
-The two streams of a GPU that a snapshot uses: the one that training uses, and one beside it.
-
-All that knows CUDA is here, so that everything else of a snapshot runs on any device.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,41 +30,6 @@ MARGIN_PART = 20
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class Mark(Protocol):
-    """A point in the stream beside training."""
-
-    def hold_training(self) -> None:
-        """Let the device do what it is given next by training only after this point."""
-
-    def wait(self) -> None:
-        """Wait in this thread until the device has come here.  Raises RuntimeError for an error of the device."""
-
-
-class Lane(Protocol):
-    """The streams of one device."""
-
-    def current(self) -> AbstractContextManager[object]:
-        """Make the device the current one."""
-
-    def beside(self) -> AbstractContextManager[object]:
-        """Have what is issued go to the stream beside training."""
-
-    def follow_training(self) -> None:
-        """Let the stream beside wait for what training was given until now."""
-
-    def spare_bytes(self) -> int:
-        """Return how much memory of the device a snapshot may take for a while."""
-
-    def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that training fills and the stream beside reads; it is free again once both have.
-
-        Raises torch.cuda.OutOfMemoryError.
-        """
-
-    def mark(self) -> Mark:
-        """Return the point that the stream beside has reached when all that it was given is done."""
-
-
 def spare(*, free: int, total: int, kept: int) -> int:
     """Return how much of a device's memory a snapshot may take for a while.
 
@@ -79,7 +40,10 @@ def spare(*, free: int, total: int, kept: int) -> int:
 
 
 class CudaLane:
-    """The streams of one GPU."""
+    """The stream of a GPU that training uses, and one beside it.
+
+    All that knows CUDA is here, so that everything else of a snapshot runs on any device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Make the stream beside; once for each GPU."""
@@ -96,7 +60,7 @@ class CudaLane:
         return torch.cuda.stream(self._beside)
 
     def follow_training(self) -> None:
-        """Let the stream beside wait for what the GPU's current stream was given until now."""
+        """Let the stream beside wait for what training was given until now."""
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
 
     def spare_bytes(self) -> int:
@@ -110,9 +74,10 @@ class CudaLane:
         return spare(free=free, total=total, kept=kept)
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the stream beside: no block that training reuses is split for it.
+        """Return memory that training fills and the stream beside reads: no block that training reuses is split for it.
 
-        Where training runs out of memory before the buffer is free again, the allocator waits for it, and takes it.
+        It is free again once both have.  Where training runs out of memory before, the allocator waits for it, and
+        takes it.  Raises torch.cuda.OutOfMemoryError.
         """
         training = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._beside):
@@ -122,18 +87,18 @@ class CudaLane:
         self._taken += buffer.nbytes
         return buffer
 
-    def mark(self) -> Mark:
-        """Record an event in the stream beside."""
+    def mark(self) -> CudaMark:
+        """Return the point that the stream beside has reached when all that it was given is done."""
         return CudaMark(self._device, self._beside)
 
 
-def cuda_lane(device: torch.device) -> Lane | None:
+def cuda_lane(device: torch.device) -> CudaLane | None:
     """Return the streams of a device, if it is a GPU."""
     return CudaLane(device) if device.type == "cuda" else None
 
 
 class CudaMark:
-    """An event of a GPU."""
+    """A point in the stream beside training."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         """Record it in a stream."""
@@ -148,7 +113,7 @@ class CudaMark:
                 torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
-        """Wait for it in this thread."""
+        """Wait in this thread until the device has come here.  Raises RuntimeError for an error of the device."""
         with allowed_during_capture(), torch.cuda.device(self._device):  # else a context on the first GPU is made
             self._event.synchronize()
 
@@ -321,12 +286,12 @@ def choose(chunks: Sequence[Chunk], spare_bytes: int) -> tuple[list[Chunk], list
 class Snapshot:
     """Copies what one device holds to its places in the host's memory."""
 
-    def __init__(self, lane: Lane, places: Sequence[torch.Tensor]) -> None:
+    def __init__(self, lane: CudaLane, places: Sequence[torch.Tensor]) -> None:
         """Plan it; `places` are in the order of the tensors."""
         self._lane, self._places = lane, places
         self._chunks = divide([(place.dtype, place.numel()) for place in places])
 
-    def take(self, tensors: Sequence[torch.Tensor], look: Callable[[], object]) -> Mark:
+    def take(self, tensors: Sequence[torch.Tensor], look: Callable[[], object]) -> CudaMark:
         """Copy tensors as they are now, and `look` at others; the places are filled when the device reaches the mark.
 
         Raises:
@@ -346,7 +311,7 @@ class Snapshot:
 
     def take_overlapping(
         self, tensors: Sequence[torch.Tensor], early: Collection[int], look: Callable[[bool], object]
-    ) -> Mark:
+    ) -> CudaMark:
         """Copy tensors beside training, which must not change them before the mark; first the numbers in `early`.
 
         Those training's stream waits for at once.  `look` is called twice: for early ones (True), and for the rest.
@@ -354,7 +319,7 @@ class Snapshot:
         lane = self._lane
         with lane.current(), self._at_rest_on_error():
             lane.follow_training()
-            marks: list[Mark] = []
+            marks: list[CudaMark] = []
             with lane.beside():
                 for is_early in (True, False):
                     numbers = [n for n in range(len(tensors)) if (n in early) is is_early]
@@ -428,14 +393,14 @@ class _Part:
 class Devices:
     """Copies tensors from wherever they are to their places, one state at a time."""
 
-    def __init__(self, lane_of: Callable[[torch.device], Lane | None], *, overlap: bool = False) -> None:
+    def __init__(self, lane_of: Callable[[torch.device], CudaLane | None], *, overlap: bool = False) -> None:
         """Prepare; `lane_of` returns the streams of a device, and None for the host.
 
         With `overlap` the copies run beside training, which must call `hold_training` before it changes anything.
         """
         self._lane_of, self._overlap = lane_of, overlap
-        self._lanes: dict[torch.device, Lane | None] = {}
-        self._marks: tuple[Mark, ...] = ()  # when all have been reached, the places hold everything
+        self._lanes: dict[torch.device, CudaLane | None] = {}
+        self._marks: tuple[CudaMark, ...] = ()  # when all have been reached, the places hold everything
         self._held: list[torch.UntypedStorage] = []  # of what is copied beside training: `.data =` must not free it
         self.place([], [])
 
@@ -496,7 +461,7 @@ class Devices:
         in_place: InPlace,
         looked: dict[str, torch.Tensor],
         early: frozenset[str],
-    ) -> Mark:
+    ) -> CudaMark:
         if not self._overlap:
             return part.snapshot.take(tensors, lambda: in_place.issue(looked))
         return part.snapshot.take_overlapping(
@@ -526,7 +491,7 @@ class Devices:
         if lane is not None:
             self._parts[device] = _Part(numbers, Snapshot(lane, [self._places[n] for n in numbers]))
 
-    def _lane(self, device: torch.device) -> Lane | None:
+    def _lane(self, device: torch.device) -> CudaLane | None:
         if device not in self._lanes:
             self._lanes[device] = self._lane_of(device)
         return self._lanes[device]

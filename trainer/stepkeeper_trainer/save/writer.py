@@ -21,8 +21,8 @@ import xxhash
 
 from stepkeeper_trainer.buffers import crc32, put_crc
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.durable import naming
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
+from stepkeeper_trainer.formats.plain import naming
 from stepkeeper_trainer.formats.reading import Reading, read, tasks_of
 
 if TYPE_CHECKING:

@@ -1,15 +1,13 @@
-"""Step directories of older versions, read as if a version of today had written them.
+"""By which keys values lie in a step directory: those of single ranks, and those that older versions wrote.
+
+What all ranks hold alike is kept once, anything else for those who hold it.  A name has one *base* copy, saved under
+the name itself: that of the lowest rank that holds it.  Ranks that hold another value, shape or sharding under the same
+name save it under `ranks.rank_RRRRR.<name>`, with the lowest rank of those who hold it alike.  Copies are only ever
+told apart more finely, so a plan that was right stays right.  What is compared comes from the planner, and what is
+decided goes back to all ranks.
 
 Version 0.1 had one description for all ranks, and one for what each rank has by itself.  Until there was a
 CheckpointManager, parts beside the model and the only optimizer were called `others.NAME` and `optimizers.NAME`.
-
-Which rank has which copy of a value: what all ranks hold alike is kept once, anything else for those who hold it.
-
-A name has one *base* copy, saved under the name itself: that of the lowest rank that holds it.  Ranks that hold another
-value, shape or sharding under the same name save it under `ranks.rank_RRRRR.<name>`, with the lowest rank of those who
-hold it alike.  Copies are only ever told apart more finely, so a plan that was right stays right.
-
-What is compared comes from the planner, and what is decided goes back to all ranks.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ as they were.
 A part of the state that is anything with `state_dict` and `load_state_dict` (a scheduler, a loader, an average) is such
 a tree.
 
-Where a tensor of a tree was: on which kind of device, and how it was sharded; and tensors to load it into.
-
 A module's tensors are there before a resume, and an optimizer's lie as their parameters do.  What a script makes in
 training (an average that begins late) is there only once it is loaded: the checkpoint says where.
 """

@@ -4,10 +4,8 @@ Pieces of a tensor that several ranks wrote are put together block by block; eve
 manifest before a byte of it is used.  The output is complete or not there: it grows in a directory of its own,
 is made durable, and gets its name last.
 
-Names of Llama-family models: those of a training script's own model, and Hugging Face's.  Needs no torch.
-
-Hugging Face's rotary embedding turns the two halves of a head against each other, Meta's turns neighbours: the rows of
-the query and key projections of each head stand in another order there.
+Names of Llama-family models are turned into Hugging Face's.  Its rotary embedding turns the two halves of a head against
+each other, Meta's turns neighbours: the rows of the query and key projections of each head stand in another order there.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from pathlib import Path
 import xxhash
 
 from stepkeeper_trainer.formats import safetensors
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
     METADATA_BYTES_MAX,
@@ -43,6 +41,7 @@ from stepkeeper_trainer.formats.metadata import (
     parse_guarded,
     parse_of,
 )
+from stepkeeper_trainer.formats.plain import naming
 from stepkeeper_trainer.formats.stored import BLOCK_BYTES, PlainBytes, StepBytes, StoredError, tensor_blocks
 
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")

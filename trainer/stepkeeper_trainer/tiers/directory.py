@@ -1,9 +1,8 @@
-"""A tier that is a directory: a node's own disk, or shared storage.  `open_tier` opens any tier by its name.
+"""A tier that is a directory: shared storage, or a node's own disk.  `open_tier` opens any tier by its name.
 
-The tier on a node's own disk: the files of its own ranks, and the manifest of all.
-
-A step directory here is a part of a step: it counts only together with those of the other nodes, and with what is on
-shared storage.  The rules are those of every tier: a rename makes it a step, and its files never change.
+On a node's own disk (`LocalTier`) are the files of its own ranks, and the manifest of all.  A step directory there is a
+part of a step: it counts only together with those of the other nodes, and with what is on shared storage.  The rules
+are those of every tier: a rename makes it a step, and its files never change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, naming, write_all
+from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all, write_new
 from stepkeeper_trainer.formats.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
@@ -28,7 +27,7 @@ from stepkeeper_trainer.formats.manifest import (
     parse_step_name,
     step_name,
 )
-from stepkeeper_trainer.formats.plain import open_descriptor, read_plain
+from stepkeeper_trainer.formats.plain import naming, open_descriptor, read_plain
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.tiers.tier import (
@@ -83,16 +82,22 @@ class DirectoryTier:
         path = self.checkpoints / directory / MANIFEST_NAME
         return Held.read(directory, read_plain(path, MANIFEST_BYTES_MAX, within=self.checkpoints), source=str(path))
 
+    def find(self, held: Held, *, despite: Collection[str] = ()) -> str | None:
+        """Return the directory in which this very save is a step here; `despite` are damaged ones."""
+        step, save_id = step_name(held.manifest.step), held.manifest.save_id
+        for name in {step, f"{step}.{save_id[:8]}"}.difference(despite):
+            with suppress(ManifestError, OSError):  # another save's, or damaged: not this one
+                if self.held(name).manifest.save_id == save_id:
+                    return name
+        return None
+
     def problems(self, held: Held, *, deep: bool) -> list[str]:
         """Say what is wrong with a step."""
         return list(verify(self.checkpoints / held.directory, deep=deep, reading=Reading(first_only=True)).problems)
 
     def has_file(self, held: Held, name: str, entry: FileEntry) -> bool:
         """Whether a file of a step is here with its full size."""
-        try:
-            return (self.checkpoints / held.directory / name).lstat().st_size == entry.bytes
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return file_size(self.checkpoints / held.directory / name) == entry.bytes
 
     def chunks(self, held: Held, name: str, entry: FileEntry, first: int) -> Iterator[bytes]:
         """Yield the chunks of a file.  Raises TierError or OSError."""
@@ -200,22 +205,38 @@ def file_size(path: Path) -> int:
         return -1
 
 
-class _DirectoryStaging:
-    def __init__(self, tier: DirectoryTier, held: Held, despite: frozenset[str]) -> None:
-        self._tier, self._held, self._despite = tier, held, despite
-        self._directory = staging_directory(tier.checkpoints, held.manifest.step, held.manifest.save_id)
-        self._there = self._committed()
+class InFlight:
+    """A directory that files of a step are copied into."""
+
+    def __init__(self, directory: Path) -> None:
+        """Make nothing: one that was given up is gone."""
+        self._directory = directory
 
     def done(self, name: str, entry: FileEntry) -> bool:
-        return self._there is not None or file_size(self._directory / name) == entry.bytes
+        """Whether a file is there in full."""
+        return file_size(self._directory / name) == entry.bytes
 
     def present(self, name: str, entry: FileEntry) -> int:
+        """Return how many chunks of a file, from its first, are there already and right."""
         return right_chunks(self._directory / name, entry)
 
     def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
-        path = self._directory / name
-        make_directories(path.parent)
-        write_file(path, entry, first, chunks)
+        """Write a file from chunk `first` on.  Raises OSError, or what `chunks` does."""
+        write_file(self._directory / name, entry, first, chunks)
+
+
+class _DirectoryStaging(InFlight):
+    def __init__(self, tier: DirectoryTier, held: Held, despite: frozenset[str]) -> None:
+        super().__init__(staging_directory(tier.checkpoints, held.manifest.step, held.manifest.save_id))
+        self._tier, self._held, self._despite = tier, held, despite
+        self._there = tier.find(held, despite=despite)
+
+    def done(self, name: str, entry: FileEntry) -> bool:
+        return self._there is not None or super().done(name, entry)
+
+    def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
+        make_directories((self._directory / name).parent)
+        super().write(name, entry, first, chunks)
 
     def missing(self) -> list[str]:
         return [name for name, entry in self._held.manifest.files.items() if not self.done(name, entry)]
@@ -233,7 +254,7 @@ class _DirectoryStaging:
             raise
 
     def commit(self) -> str:
-        if (there := self._committed()) is not None:
+        if (there := self._tier.find(self._held, despite=self._despite)) is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             return there
         if missing := self.missing():
@@ -242,7 +263,9 @@ class _DirectoryStaging:
         for parent in parents:
             fsync_directory(self._directory / parent)
         self._remove_strangers()
-        self._write_manifest()
+        manifest = self._directory / MANIFEST_NAME
+        manifest.unlink(missing_ok=True)  # of a try that was killed before the rename
+        write_new(manifest, self._held.raw)
         fsync_directory(self._directory)
         if self._tier.read_back:
             self._read_back()
@@ -252,15 +275,6 @@ class _DirectoryStaging:
         self._record(final.name)
         return final.name
 
-    def _committed(self) -> str | None:
-        """Return the directory in which this very save is committed already."""
-        step, save_id = step_name(self._held.manifest.step), self._held.manifest.save_id
-        for name in {step, f"{step}.{save_id[:8]}"} - self._despite:
-            with suppress(ManifestError, OSError):  # another save's, or damaged: not this one
-                if self._tier.held(name).manifest.save_id == save_id:
-                    return name
-        return None
-
     def _remove_strangers(self) -> None:
         """Remove what the manifest does not name: parts of files, and what the writers of a save told each other."""
         for directory, _, names in os.walk(self._directory):
@@ -268,18 +282,6 @@ class _DirectoryStaging:
                 path = Path(directory, name)
                 if str(path.relative_to(self._directory)) not in self._held.manifest.files:
                     path.unlink(missing_ok=True)
-
-    def _write_manifest(self) -> None:
-        path = self._directory / MANIFEST_NAME
-        with suppress(FileNotFoundError):  # of a try that was killed before the rename
-            path.unlink()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with naming(path):
-                write_all(descriptor, self._held.raw)
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _read_back(self) -> None:
         verdict = verify(self._directory, reading=Reading(from_disk=True))
@@ -423,14 +425,7 @@ class LocalTier:
             raise
 
     def _commit(self, directory: Path, held: Held) -> str:
-        path = directory / MANIFEST_NAME
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with naming(path):
-                write_all(descriptor, held.raw)
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_new(directory / MANIFEST_NAME, held.raw, mode=0o600)
         fsync_directory(directory)
         final = self.checkpoints / step_name(held.manifest.step)
         if os.path.lexists(final):  # of before a rollback
@@ -441,12 +436,7 @@ class LocalTier:
 
     def find(self, held: Held) -> str | None:
         """Return the directory in which this very save is a step here."""
-        step, save_id = step_name(held.manifest.step), held.manifest.save_id
-        for name in (step, f"{step}.{save_id[:8]}"):
-            with suppress(ManifestError, OSError):  # another save's, or damaged: not this one
-                if self.tier.held(name).manifest.save_id == save_id:
-                    return name
-        return None
+        return self.tier.find(held)
 
     def steps(self) -> list[Held]:
         """Return the steps of which something is here, newest first.  Raises OSError."""
@@ -491,10 +481,8 @@ class LocalTier:
         for at, held in enumerate(steps):
             if at < self._keep or (at < safe_from and held.manifest.save_id not in given_up):
                 continue
-            trash = self.checkpoints / f"{TRASH}{held.directory}"
             with suppress(OSError):  # the next time then
-                os.rename(self.checkpoints / held.directory, trash)
-                shutil.rmtree(trash, ignore_errors=True)
+                self.tier.remove(held)
                 removed.append(held.directory)
         return removed
 

@@ -18,7 +18,8 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, FileEntry, ManifestError, parse_step_name, step_name
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_chunk, check_file
+from stepkeeper_trainer.formats.reading import never
+from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Staging, TierError, check_file
 
 PART_BYTES = 16 * 1024 * 1024  # of a large object: sent, and sent again after an error, on its own
 PARTS_AT_ONCE = 4
@@ -90,12 +91,7 @@ class ObjectTier:
     def check(self, held: Held) -> None:
         """Read every byte of a step.  Raises DamagedCopyError or TierError."""
         for name, entry in held.manifest.files.items():
-            where = f"{self.name}/{held.directory}/{name}"
-            index = 0
-            for index, chunk in enumerate(self.chunks(held, name, entry, 0), 1):
-                check_chunk(chunk, entry, index - 1, where=where)
-            if index != len(entry.chunks):
-                raise DamagedCopyError(f"{where}: ends after {index} of {len(entry.chunks)} chunks")
+            check_file(self, held, name, entry, never)
 
     def has_file(self, held: Held, name: str, entry: FileEntry) -> bool:
         """Whether a file of a step is there.  Raises TierError."""

@@ -28,7 +28,7 @@ from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, Rate, first_tier, push
-from stepkeeper_trainer.tiers.directory import LocalTier, file_size, give_up, right_chunks, write_file
+from stepkeeper_trainer.tiers.directory import InFlight, LocalTier, give_up
 from stepkeeper_trainer.tiers.tier import Held, TierError, writer_of
 
 FAILED = "failed-"  # and a rank: it cannot copy
@@ -284,7 +284,7 @@ class Uploader:
                 pushed = push(
                     self.local.tier,
                     held,
-                    _InFlight(save.directory),
+                    InFlight(save.directory),
                     list(save.files),
                     pace=self._pace,
                     should_stop=lambda: self._dropped(save),
@@ -384,19 +384,3 @@ def _sizes(directory: Path) -> dict[str, int]:
         with suppress(FileNotFoundError):
             sizes[entry.name] = entry.stat().st_size
     return sizes
-
-
-class _InFlight:
-    """The save in flight on shared storage, as something that files are copied into."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def done(self, name: str, entry: FileEntry) -> bool:
-        return file_size(self._directory / name) == entry.bytes
-
-    def present(self, name: str, entry: FileEntry) -> int:
-        return right_chunks(self._directory / name, entry)
-
-    def write(self, name: str, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:
-        write_file(self._directory / name, entry, first, chunks)  # makes no directory: a save that was given up is gone

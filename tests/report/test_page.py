@@ -229,7 +229,7 @@ def test_states_of_step_directories() -> None:
         for step in (10, 20, 30)
     }
     marks = {"s10": frozenset({"pruned"}), "s20": frozenset({"pinned", "suspect"})}
-    lineage = Lineage(commits, "s20", marks)
+    lineage = Lineage(commits, "s20", marks, has_steps=True)
     disk = {"step_00000005": OnDisk(5), "step_00000020": OnDisk(20, "s20"), "step_00000099": OnDisk(99, problem="torn")}
 
     found = {each.step: each for each in timeline.checkpoints(history.read_history(told.records), lineage, disk)}

@@ -42,11 +42,9 @@ SMALL_CHUNK = 4096
 def entry_of(path: Path, chunk_bytes: int) -> FileEntry:
     if chunk_bytes == CHUNK_BYTES:
         copy = path.with_name("copy")
-        file = HashingFile(copy)
-        file.write(path.read_bytes())
-        file.close()
+        with HashingFile(copy) as file:
+            file.write(path.read_bytes())
         copy.unlink()
-        assert file.entry is not None
         return file.entry
     import xxhash  # noqa: PLC0415
 

@@ -43,7 +43,7 @@ def test_steps_that_come_faster_than_they_are_read_are_said_once(
     commits = Commits(tmp_path, read_environment({}))
     for number in (1, 2, 3):
         make_step(commits.checkpoints, number)
-    housekeeping = Retention(commits, Policy(keep_last=1))
+    housekeeping = Retention(commits.checkpoints, Policy(keep_last=1))
     housekeeping.committed(step(3, commits.checkpoints))
     for _ in range(2):
         assert reads.acquire(timeout=LIMIT_S)

@@ -209,10 +209,9 @@ def test_a_file_whose_disk_fails_as_it_is_opened_is_not_left_open(
 
 def test_what_is_written_is_hashed_by_chunk_and_never_over_another_file(tmp_path: Path) -> None:
     data = os.urandom(CHUNK_BYTES + 5)
-    file = HashingFile(tmp_path / "a")
-    for start in range(0, len(data), 3_000_001):
-        file.write(data[start : start + 3_000_001])
-    file.close()
+    with HashingFile(tmp_path / "a") as file:
+        for start in range(0, len(data), 3_000_001):
+            file.write(data[start : start + 3_000_001])
 
     assert (tmp_path / "a").read_bytes() == data
     assert file.entry == FileEntry(

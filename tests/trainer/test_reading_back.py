@@ -9,13 +9,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.formats.steps import verify
 from stepkeeper_trainer.save import commit as committing
 from stepkeeper_trainer.save import persist
-from stepkeeper_trainer.save.writer import Written
+from stepkeeper_trainer.save.writer import FilePlan
 from tests.trainer.test_keeper import Loop, names
 
 MIB = 1024 * 1024
@@ -69,12 +71,12 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
     """Have the files of the first save come to harm once they are durable; their names are in the list then."""
     harmed: list[str] = []
 
-    def data(directory: Path, *arguments: object, **options: object) -> Written:
-        written = write_file(directory, *arguments, **options)  # type: ignore[arg-type]
+    def data(directory: Path, view: memoryview, plan: FilePlan, *arguments: Any, **options: Any) -> FileEntry:
+        entry = write_file(directory, view, plan, *arguments, **options)
         if not harmed and which == "data":
-            harm(directory / written.plan.name)
-            harmed.append(written.plan.name)
-        return written
+            harm(directory / plan.name)
+            harmed.append(plan.name)
+        return entry
 
     class File(committing.HashingFile):
         def close(self) -> None:

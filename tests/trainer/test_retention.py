@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import newest_verified, verify
 from stepkeeper_trainer.formats.verify import CACHE_NAME
 from stepkeeper_trainer.store import retention
-from stepkeeper_trainer.store.retention import Candidate, Policy, Pruner, decide, empty_trash, prune
+from stepkeeper_trainer.store.retention import Candidate, Policy, Retention, decide, empty_trash, prune
 from tests.trainer.test_formats import make_step
 
 
@@ -330,39 +330,31 @@ def test_a_kill_at_any_act_of_a_pruning_takes_nothing_that_is_kept(tmp_path: Pat
         shutil.rmtree(checkpoints)
 
 
-def test_a_pruner_works_beside_training_and_survives_what_goes_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_works_beside_training_and_survives_what_goes_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retention, "SETTLED_S", 0.0)
     make_run(tmp_path)
-    done: list[retention.Outcome] = []
-    errors: list[Exception] = []
-    said = threading.Event()
+    caplog.set_level("INFO")
     trouble = [OSError(5, "Input/output error")]
 
     def fence() -> None:
         if trouble:
             raise trouble.pop()
 
-    pruner = Pruner(
-        tmp_path,
-        Policy(keep_last=2),
-        on_done=lambda outcome: (done.append(outcome), said.set()),
-        on_error=lambda error: (errors.append(error), said.set()),
-        fence=fence,
-    )
-    for expected in (errors, done):
-        pruner.request()
-        assert said.wait(90)
-        said.clear()
-        assert len(expected) == 1
+    keeper = Retention(tmp_path, Policy(keep_last=2), fence=fence)
     limit_at = time.monotonic() + 90
+    for expected in ("retention_failed", "steps_removed"):
+        keeper.request()
+        while expected not in caplog.text:
+            assert time.monotonic() < limit_at
+            time.sleep(0.01)
     while names(tmp_path) != ["step_00000005", "step_00000006"]:
         assert time.monotonic() < limit_at
         time.sleep(0.01)
+    keeper.close(math.inf)
+    assert "retention_late" not in caplog.text
 
-    assert pruner.close(90)
 
-
-def test_a_pruner_that_was_never_asked_closes_at_once(tmp_path: Path) -> None:
-    assert Pruner(tmp_path, Policy(), on_done=print, on_error=print).close(0.0)
+def test_what_was_never_asked_closes_at_once(tmp_path: Path) -> None:
+    Retention(tmp_path, Policy()).close(0.0)

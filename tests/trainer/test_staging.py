@@ -182,7 +182,7 @@ def test_any_choice_of_tensors_is_written_as_a_file_of_whole_archives(
     written = write_file(directory, staging.arena.view, FilePlan("f", extents), lambda: None)
 
     data = (directory / "f").read_bytes()
-    assert written.entry.bytes == len(data)
+    assert written.bytes == len(data)
     end = 0
     for piece, (start, length) in zip(pieces, places_in_file(extents), strict=True):
         assert start >= end
@@ -216,8 +216,8 @@ def test_what_goes_past_the_page_cache_is_the_same_file(
     assert direct == [False, has_direct(tmp_path)]
     data = (tmp_path / "past").read_bytes()
     assert data == (tmp_path / "through").read_bytes()
-    assert past.entry == through.entry
-    assert past.entry.xxh3_128 == xxhash.xxh3_128_hexdigest(data)
+    assert past == through
+    assert past.xxh3_128 == xxhash.xxh3_128_hexdigest(data)
 
 
 def has_direct(directory: Path) -> bool:
@@ -266,7 +266,7 @@ def test_where_direct_writes_are_refused_or_cut_short_ordinary_ones_follow(
     written = write_file(tmp_path, staging.arena.view, plan, lambda: None, direct=True)
 
     assert refused
-    assert written.entry.xxh3_128 == xxhash.xxh3_128_hexdigest((tmp_path / "f").read_bytes())
+    assert written.xxh3_128 == xxhash.xxh3_128_hexdigest((tmp_path / "f").read_bytes())
 
 
 def test_each_group_begins_on_a_page_and_archives_are_aligned() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,14 +78,14 @@ LineageRecord = Commit | Rollback | Mark
 _decoder: msgspec.json.Decoder[LineageRecord] = msgspec.json.Decoder(LineageRecord)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lineage:
-    """The commits that count, oldest first, and the marks they carry."""
+    """The commits that count, and the marks they carry: what the lines of the file tell."""
 
-    commits: dict[str, Commit]  # every commit ever recorded, by save_id
-    head: str | None  # save_id of the newest commit that counts
-    marks: dict[str, frozenset[str]]
-    has_steps: bool = True  # false: marks only, and nothing of which steps count
+    commits: dict[str, Commit] = field(default_factory=dict)  # every commit ever recorded, by save_id, oldest first
+    head: str | None = None  # save_id of the newest commit that counts
+    marks: dict[str, frozenset[str]] = field(default_factory=dict)
+    has_steps: bool = False  # false: marks only, and nothing of which steps count
     damaged: int = 0  # lines that were there and are not what was written
     rolled_back_at: float | None = None  # Unix seconds, where the newest line of commits is a rollback
     left_out: tuple[LeftOut, ...] = ()  # data that the current state has not seen, or will not see
@@ -113,6 +113,48 @@ class Lineage:
             return self.commits[save_id].parent
         return (manifests or {}).get(save_id)
 
+    def take(self, line: bytes) -> None:
+        """Take in the next line of the file."""
+        if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
+            self.damaged += 1
+            return
+        try:
+            record = decode(_decoder, line)
+        except DecodeError:
+            return  # torn by a crash, or of a newer version: neither may hide the other lines
+        match record:
+            case Commit():
+                self.commits[record.save_id] = record
+                if record.attempt >= self.attempt or (record.parent == self.head and not self._is_late(record)):
+                    self.head, self.rolled_back_at = record.save_id, None
+            case Rollback():
+                self.head, self.rolled_back_at = record.save_id, record.at
+                self.left_out = record.left_out if record.left_out is not None else self.left_out
+            case Mark():
+                before = self.marks.get(record.save_id, frozenset())
+                self.marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
+                return
+        self.has_steps, self.attempt = True, max(self.attempt, record.attempt)
+
+    def _is_late(self, commit: Commit) -> bool:
+        """Whether an earlier attempt made this commit before the rollback, and its line came after that."""
+        return self.rolled_back_at is not None and commit.at < self.rolled_back_at
+
+    def forget_pruned(self) -> None:
+        """Leave out what was removed; the steps that came after it follow on those before it."""
+        commits = self.commits
+        gone = {save_id for save_id, marks in self.marks.items() if PRUNED in marks and save_id != self.head}
+        orphans = [commit for save_id, commit in commits.items() if save_id not in gone and commit.parent in gone]
+        for commit in orphans:
+            parent, passed = commit.parent, {commit.save_id}
+            while parent in gone and parent in commits and parent not in passed:
+                passed.add(parent)
+                parent = commits[parent].parent
+            commits[commit.save_id] = msgspec.structs.replace(commit, parent=parent)
+        for save_id in gone:
+            commits.pop(save_id, None)
+            del self.marks[save_id]
+
 
 def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
     """Return the lineage of a `checkpoints/` directory; None where there is no file.
@@ -128,87 +170,22 @@ def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
     path = checkpoints / LINEAGE_NAME
 
     def parse() -> Lineage:
-        reading = _Reading()
+        lineage = Lineage()
         with open_plain(path, within=checkpoints) as file:
             if os.fstat(file.fileno()).st_size > LINEAGE_BYTES_MAX:
                 raise OSError(errno.EFBIG, f"more than {LINEAGE_BYTES_MAX} bytes, which no lineage has", str(path))
             for count, line in enumerate(file, 1):
-                reading.take(line.rstrip(b"\r\n"))
+                lineage.take(line.rstrip(b"\r\n"))
                 if not pruned and count % COMPACTED_EVERY == 0:
-                    reading.forget_pruned()
+                    lineage.forget_pruned()
         if not pruned:
-            reading.forget_pruned()
-        return reading.lineage()
+            lineage.forget_pruned()
+        return lineage
 
     try:
         return fresh(parse)
     except FileNotFoundError:
         return None
-
-
-class _Reading:
-    """What the lines of a file tell, so far."""
-
-    def __init__(self) -> None:
-        self._commits: dict[str, Commit] = {}
-        self._marks: dict[str, frozenset[str]] = {}
-        self._head: str | None = None
-        self._has_steps, self._damaged, self._attempt = False, 0, 0
-        self._rolled_back_at: float | None = None
-        self._left_out: tuple[LeftOut, ...] = ()
-
-    def lineage(self) -> Lineage:
-        return Lineage(
-            self._commits,
-            self._head,
-            self._marks,
-            self._has_steps,
-            self._damaged,
-            self._rolled_back_at,
-            self._left_out,
-            self._attempt,
-        )
-
-    def take(self, line: bytes) -> None:
-        if line[-_SUM_BYTES:].startswith(_SUM) and _summed(line[:-_SUM_BYTES]) != line:
-            self._damaged += 1
-            return
-        try:
-            record = decode(_decoder, line)
-        except DecodeError:
-            return  # torn by a crash, or of a newer version: neither may hide the other lines
-        match record:
-            case Commit():
-                self._commits[record.save_id] = record
-                if record.attempt >= self._attempt or (record.parent == self._head and not self._is_late(record)):
-                    self._head, self._rolled_back_at = record.save_id, None
-            case Rollback():
-                self._head, self._rolled_back_at = record.save_id, record.at
-                self._left_out = record.left_out if record.left_out is not None else self._left_out
-            case Mark():
-                before = self._marks.get(record.save_id, frozenset())
-                self._marks[record.save_id] = before | {record.mark} if record.value else before - {record.mark}
-                return
-        self._has_steps, self._attempt = True, max(self._attempt, record.attempt)
-
-    def _is_late(self, commit: Commit) -> bool:
-        """Whether an earlier attempt made this commit before the rollback, and its line came after that."""
-        return self._rolled_back_at is not None and commit.at < self._rolled_back_at
-
-    def forget_pruned(self) -> None:
-        """Leave out what was removed; the steps that came after it follow on those before it."""
-        commits = self._commits
-        gone = {save_id for save_id, marks in self._marks.items() if PRUNED in marks and save_id != self._head}
-        orphans = [commit for save_id, commit in commits.items() if save_id not in gone and commit.parent in gone]
-        for commit in orphans:
-            parent, passed = commit.parent, {commit.save_id}
-            while parent in gone and parent in commits and parent not in passed:
-                passed.add(parent)
-                parent = commits[parent].parent
-            commits[commit.save_id] = msgspec.structs.replace(commit, parent=parent)
-        for save_id in gone:
-            commits.pop(save_id, None)
-            del self._marks[save_id]
 
 
 def append(checkpoints: Path, record: LineageRecord) -> None:

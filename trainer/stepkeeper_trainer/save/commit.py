@@ -469,14 +469,8 @@ class Completer:
 
 
 def _write_hashed(save: Save, path: Path, data: bytes) -> FileEntry:
-    file = HashingFile(path)
-    try:
+    with HashingFile(path) as file:
         file.write(data)
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise
-    assert file.entry is not None
     read_back(save, path.parent, {path.name: file.entry})
     return file.entry
 

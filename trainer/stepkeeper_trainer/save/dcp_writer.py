@@ -270,21 +270,13 @@ def _size(item: WriteItem) -> int:
 
 def _write_file(place: _Place, number: int, items: list[WriteItem], planner: SavePlanner) -> _File:
     name = f"__{place.rank}_{number}.distcp"
-    file = HashingFile(place.directory / name)
     written: list[Item] = []
     at = 0
-    try:
+    with HashingFile(place.directory / name) as file:
         for item in items:
             length = _write_item(file, item, planner.resolve_data(item))
-            index = item.index
-            offsets = None if index.offset is None else tuple(index.offset)
-            written.append(Item(index.fqn, offsets, index.index, name, at, length))
+            written.append(Item.of(item.index, name, at, length))
             at += length
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise
-    assert file.entry is not None
     return _File(name, file.entry, tuple(written))
 
 

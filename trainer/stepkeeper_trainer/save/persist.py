@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.commit import Commits, Completer
@@ -22,7 +22,7 @@ from stepkeeper_trainer.save.dcp_metadata import Encoder, skeletons
 from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
 from stepkeeper_trainer.save.save import Phase
-from stepkeeper_trainer.save.writer import FilePlan, Written, in_threads, places_in_file, read_back, write_file
+from stepkeeper_trainer.save.writer import FilePlan, in_threads, places_in_file, read_back, write_file
 from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     import msgspec
     import torch
-    from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.planner import Planner, Share
@@ -122,13 +121,8 @@ class FilePlanner:
             plan = FilePlan(file, tuple(piece.extent for piece in pieces))
             plans.append(plan)
             places = zip(pieces, places_in_file(plan.extents), strict=True)
-            items += [_item(indices[piece.name], file, start, length) for piece, (start, length) in places]
+            items += [Item.of(indices[piece.name], file, start, length) for piece, (start, length) in places]
         return ShareFiles(share, tuple(plans), encode_items(tuple(items)))
-
-
-def _item(index: MetadataIndex, file: str, start: int, length: int) -> Item:
-    offsets = None if index.offset is None else tuple(index.offset)
-    return Item(index.fqn, offsets, index.index, file, start, length)
 
 
 def split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[str]]:
@@ -234,7 +228,7 @@ class Persister:
         written = self._write(save, files)
         seconds = time.monotonic() - began
         with save.doing(f"reading back what is in {save.data}"):
-            read_back(save, save.data, {one.plan.name: one.entry for one in written})
+            read_back(save, save.data, written)
         save.check()  # one that is late was given up, and has nowhere to report
         with save.doing(f"reporting in {save.directory}"):
             self._report(save, files, written)
@@ -253,7 +247,7 @@ class Persister:
                 self._staging.signature = None
                 warn("layout_failed", why=error)
 
-    def _write(self, save: Save, files: ShareFiles) -> list[Written]:
+    def _write(self, save: Save, files: ShareFiles) -> dict[str, FileEntry]:
         """Write this rank's files: to the node's own disk where there is one and it takes them."""
         if self._uploader is not None:
             left_s = save.limit_at - time.time()
@@ -269,24 +263,25 @@ class Persister:
             save.local = None  # to shared storage from now on
         return self._write_all(save, files)
 
-    def _write_all(self, save: Save, files: ShareFiles) -> list[Written]:
-        return in_threads([partial(self._write_one, save, plan) for plan in files.plans])
+    def _write_all(self, save: Save, files: ShareFiles) -> dict[str, FileEntry]:
+        entries = in_threads([partial(self._write_one, save, plan) for plan in files.plans])
+        return {plan.name: entry for plan, entry in zip(files.plans, entries, strict=True)}
 
-    def _write_one(self, save: Save, plan: FilePlan) -> Written:
+    def _write_one(self, save: Save, plan: FilePlan) -> FileEntry:
         with save.doing(f"writing {save.data / plan.name}"):
             # In an emergency nothing trains beside, and what is read back soon is better in the page cache.
             return write_file(save.data, self._staging.arena.view, plan, save.check, direct=not save.emergency)
 
-    def _upload(self, save: Save, written: list[Written]) -> Upload:
+    def _upload(self, save: Save, written: dict[str, FileEntry]) -> Upload:
         return Upload(
             step=save.summary.step,
             save_id=save.save_id,
             directory=save.directory,
-            files={one.plan.name: one.entry for one in written},
+            files=written,
             is_local=save.local is not None,
         )
 
-    def _report(self, save: Save, files: ShareFiles, written: list[Written]) -> None:
+    def _report(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> None:
         self._hashes = {name: self._staging.hash_of(name) for name in files.share.replicas.names}
         digests = digest(files.share.replicas, self._hashes.get)
         publish(
@@ -295,7 +290,7 @@ class Persister:
                 rank=self._rank,
                 save_id=save.save_id,
                 items=files.items,
-                files={one.plan.name: one.entry for one in written},
+                files=written,
                 replicas=digests,
             ),
         )

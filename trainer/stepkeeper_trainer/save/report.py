@@ -22,6 +22,8 @@ from stepkeeper_trainer.save.replicas import Digest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
 
 _PAUSE_S = (0.05, 0.5)  # between looks for reports: the first, and the longest
 REPORT_BYTES_MAX = 256 * 1024 * 1024
@@ -39,6 +41,12 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     file: str
     start: int
     length: int
+
+    @staticmethod
+    def of(index: MetadataIndex, file: str, start: int, length: int) -> Item:
+        """Return where the chunk that torch calls so lies."""
+        offsets = None if index.offset is None else tuple(index.offset)
+        return Item(index.fqn, offsets, index.index, file, start, length)
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ import fcntl
 import os
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -28,6 +27,8 @@ from stepkeeper_trainer.formats.reading import Reading, read, tasks_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from typing_extensions import Self
 
     from stepkeeper_trainer.formats.manifest import FileEntry
     from stepkeeper_trainer.save.save import Save
@@ -73,7 +74,10 @@ class Digester:
 
 
 class HashingFile:
-    """A new file, written front to back; `entry` is known once it is closed, and then it is durable."""
+    """A new file, written front to back; `entry` is known once it is closed, and then it is durable.
+
+    As a context it is closed at the end, and after an error without a promise.
+    """
 
     def __init__(self, path: Path, *, direct: bool = False) -> None:
         """Create the file; `direct`: past the page cache, where the file system has that.
@@ -85,12 +89,27 @@ class HashingFile:
         self._descriptor: int | None = os.open(path, flags, 0o666)
         self._digester = Digester()
         self._written = self._flushed = 0
-        self.entry: FileEntry | None = None
+        self._entry: FileEntry | None = None
         try:
             self._direct = direct and self._set_direct(on=True)
         except OSError:
             self.abandon()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    @property
+    def entry(self) -> FileEntry:
+        """What the manifest says of the file, once it is closed."""
+        assert self._entry is not None, "not closed"
+        return self._entry
 
     def write(self, data: Any) -> int:
         """Write and hash.  Raises OSError."""
@@ -143,7 +162,7 @@ class HashingFile:
         finally:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
-        self.entry = self._digester.entry()
+        self._entry = self._digester.entry()
 
     def abandon(self) -> None:
         """Close without a promise, after an error."""
@@ -181,14 +200,6 @@ class FilePlan(msgspec.Struct, frozen=True):
 
     name: str
     extents: tuple[Extent, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file that is durable."""
-
-    plan: FilePlan
-    entry: FileEntry
 
 
 PAD_MAX = 64  # a gap between neighbours is shorter
@@ -232,7 +243,7 @@ def seal(view: memoryview, extents: Sequence[Extent]) -> Iterator[int]:
 
 def write_file(
     directory: Path, view: memoryview, plan: FilePlan, check: Callable[[], None], *, direct: bool = False
-) -> Written:
+) -> FileEntry:
     """Write one file out of the arena.  `check` is called now and then, and raises where the save must end.
 
     With `direct` it goes from the arena to the disk: nothing is copied into the page cache, so that training loses
@@ -244,8 +255,7 @@ def write_file(
     parts = list(runs(plan.extents))
     size = sum(end - begin for begin, end, _ in parts)
     direct = direct and size >= DIRECT_BYTES_MIN and len(parts) == 1 and parts[0][0] % PAGE_BYTES == 0
-    file = HashingFile(directory / plan.name, direct=direct)
-    try:
+    with HashingFile(directory / plan.name, direct=direct) as file:
         for begin, end, members in parts:
             hashed = put = begin
             for upto in seal(view, members):
@@ -259,12 +269,7 @@ def write_file(
             file.put(view[put : -(-end // PAGE_BYTES) * PAGE_BYTES if direct else end])
         check()
         file.cut()
-        file.close()
-    except BaseException:
-        file.abandon()
-        raise
-    assert file.entry is not None
-    return Written(plan, file.entry)
+    return file.entry
 
 
 Result = TypeVar("Result")

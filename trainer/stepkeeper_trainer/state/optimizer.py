@@ -124,7 +124,6 @@ class OptimizerPart:
         self._find_names = names
         self._names: Names = {}
         self.filled = False  # it had a state when it was looked at last
-        self.adds_groups = True  # a load may: the checkpoint says which parameters were trained
         self._groups = 0  # that it had at the last look
         self._added: list[dict[str, torch.nn.Parameter]] = []  # groups that training had added, by name of parameter
         self._recipe: _Recipe | None = None
@@ -314,15 +313,20 @@ class OptimizerPart:
                     found.append(name)
         return found
 
-    def targets(self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+    def targets(
+        self, skeleton: Any, saved: Mapping[str, TensorStorageMetadata], *, adds_groups: bool = True
+    ) -> dict[str, torch.Tensor]:
         """Return tensors to load into: sharded as their parameters are, or as the optimizer will move them.
+
+        With `adds_groups` groups that training had added are made anew.
 
         Raises:
             ResumeError: the checkpoint is of another optimizer or other parameters.
         """
         self._names, named = self._find_names()
         members = self._members()
-        self._added = self._find_added(skeleton["param_groups"][len(members) :], members, named)
+        more = skeleton["param_groups"][len(members) :]
+        self._added = self._find_added(more, members, named) if adds_groups else []
         members += [list(group) for group in self._added]
         self._check_groups(skeleton["param_groups"], members, merged=skeleton.get("merged", False))
         besides = [skeleton.get(key) for key in ("shared", "more", "whole")]
@@ -359,7 +363,7 @@ class OptimizerPart:
     ) -> list[dict[str, torch.nn.Parameter]]:
         """Return the parameters of groups that the script adds in the course of training, where all can be found."""
         known, wanted = set(chain.from_iterable(members)), [name for group in groups for name in group["params"]]
-        if not self.adds_groups or not known.isdisjoint(wanted) or not set(wanted) <= named.keys():
+        if not known.isdisjoint(wanted) or not set(wanted) <= named.keys():
             return []
         return [{name: named[name] for name in group["params"]} for group in groups]
 
@@ -466,14 +470,11 @@ class OptimizerPart:
         if len(saved) != len(members):
             raise ResumeError(f"{self.name} has {len(members)} parameter groups, the checkpoint {len(saved)}")
         for then, now in zip(saved, members, strict=True):
-            if lacking := set(now).difference(then["params"]):
+            added, lacking = set(now).difference(then["params"]), set(then["params"]).difference(now)
+            if added or (lacking and not merged):
+                verb, name, where = ("holds", min(added), "not in") if added else ("lacks", min(lacking), "in")
                 raise ResumeError(
-                    f"{self.name} holds {min(lacking)}, which is not in that parameter group of the checkpoint: "
-                    "resume with the script and settings that it was made with"
-                )
-            if not merged and (dropped := set(then["params"]).difference(now)):
-                raise ResumeError(
-                    f"{self.name} lacks {min(dropped)}, which is in that parameter group of the checkpoint: "
+                    f"{self.name} {verb} {name}, which is {where} that parameter group of the checkpoint: "
                     "resume with the script and settings that it was made with"
                 )
 

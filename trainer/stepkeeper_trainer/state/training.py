@@ -308,15 +308,13 @@ class TrainingState:
         own = {name: entry for name, entry in saved.items() if name not in own} | own
         tensors: dict[str, torch.Tensor] = {}
         self._keys = {}
-        self._allow_groups()
+        # optimizers make groups anew that training had added, where the checkpoint says what was frozen then
+        adds_groups = all("trained" in (self._saved.get(name) or {}) for name in self.modules)
         for name, part in sorted(self.parts.items(), key=lambda each: not isinstance(each[1], ModulePart)):
             if not isinstance(part, ModulePart):  # another model is told before other parts
                 now = {was: name for name, was in then.items()}
                 _check_parts(set(self.parts), {now.get(was, was) for was in counters.get("parts", then.values())})
-            try:
-                targets = part.targets(self._saved[name], own)
-            except KeyError as error:
-                raise ResumeError(f"{name} needs {error.args[0]}, which the checkpoint does not hold") from error
+            targets = self._targets_of(part, own, adds_groups=adds_groups)
             for each, target in targets.items():
                 key = keys.get(each, each)
                 self._keys[each] = key
@@ -330,11 +328,16 @@ class TrainingState:
         self._counters = counters
         return tensors
 
-    def _allow_groups(self) -> None:
-        """Let optimizers make groups that training had added, where the checkpoint says what was frozen then."""
-        known = all("trained" in (self._saved.get(name) or {}) for name in self.modules)
-        for optimizer in self.optimizers.values():
-            optimizer.adds_groups = known
+    def _targets_of(
+        self, part: Part, saved: Mapping[str, TensorStorageMetadata], *, adds_groups: bool
+    ) -> dict[str, torch.Tensor]:
+        skeleton = self._saved[part.name]
+        try:
+            if isinstance(part, OptimizerPart):
+                return part.targets(skeleton, saved, adds_groups=adds_groups)
+            return part.targets(skeleton, saved)
+        except KeyError as error:
+            raise ResumeError(f"{part.name} needs {error.args[0]}, which the checkpoint does not hold") from error
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what was loaded; the generators come last, and nothing may draw after them.

@@ -4,8 +4,8 @@ Pieces of a tensor that several ranks wrote are put together block by block; eve
 manifest before a byte of it is used.  The output is complete or not there: it grows in a directory of its own,
 is made durable, and gets its name last.
 
-Names of Llama-family models are turned into Hugging Face's.  Its rotary embedding turns the two halves of a head against
-each other, Meta's turns neighbours: the rows of the query and key projections of each head stand in another order there.
+Names of Llama-family models become Hugging Face's.  Its rotary embedding turns the two halves of a head against each
+other, Meta's turns neighbours: the rows of the query and key projections of each head stand in another order there.
 """
 
 from __future__ import annotations

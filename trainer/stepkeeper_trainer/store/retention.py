@@ -9,7 +9,6 @@ start, for those who look later.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -19,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -338,64 +337,6 @@ def prune(
     return remove(checkpoints, plan, candidates, fence=fence)
 
 
-@dataclass(slots=True)
-class Pruner:
-    """Prunes on a thread beside training, never twice at a time; what goes wrong is said and harms nothing."""
-
-    checkpoints: Path
-    policy: Policy
-    on_done: Callable[[Outcome], object]
-    on_error: Callable[[Exception], object]
-    fence: Callable[[], object] = lambda: None
-    reading: Reading | None = None
-    looks: int = 0  # begun so far
-    looking: bool = False
-    _wanted: threading.Event = field(default_factory=threading.Event)
-    _stopped: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def request(self) -> None:
-        """Prune soon: called after each commit.  Never waits."""
-        self._wanted.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="retention", daemon=True)
-            self._thread.start()
-
-    def close(self, limit_s: float) -> bool:
-        """Stop, and say whether the thread ended in time; it stops at any point without harm."""
-        self._stopped.set()
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(limit_s)
-        return self._thread is None or not self._thread.is_alive()
-
-    def _work(self) -> None:
-        while True:
-            self._wanted.wait()
-            # what is verified so late is remembered, and need not be read again after the next commit
-            if self._stopped.wait(SETTLED_S):
-                return
-            self._wanted.clear()
-            try:
-                if len(list_steps(self.checkpoints)) <= self.policy.keep_last:
-                    continue  # nothing to remove: nothing need be read to find out
-                self.looks, self.looking = self.looks + 1, True
-                outcome = prune(
-                    self.checkpoints,
-                    self.policy,
-                    reading=self.reading,
-                    fence=self.fence,
-                    should_stop=self._stopped.is_set,
-                )
-                self.on_done(outcome)
-                empty_trash(self.checkpoints, should_stop=self._stopped.is_set)
-            except Exception as error:  # noqa: BLE001  # retention must never end training
-                with contextlib.suppress(Exception):  # saying it must not end the thread either
-                    self.on_error(error)
-            finally:
-                self.looking = False
-
-
 READ_THREADS = 2  # each new step is read once to be counted: training has the other cores
 READ_BYTES_PER_S = 2e9
 BEHIND_STEPS = 3  # committed while it reads older ones: it is too slow for them
@@ -403,32 +344,46 @@ STOP_WITHIN_S = 5.0  # it stops between two reads, unless the storage hangs
 
 
 class Retention:
-    """Removes steps that no rule wants, once newer ones are verified."""
+    """Removes steps that no rule wants, once newer ones are verified: on a thread beside training, one look at a time.
 
-    def __init__(self, commits: Commits, policy: Policy) -> None:
-        """Prepare; nothing is done before the first commit."""
+    What goes wrong is said, and harms nothing.
+    """
+
+    def __init__(self, checkpoints: Path, policy: Policy, *, fence: Callable[[], object] = lambda: None) -> None:
+        """Prepare; nothing is done before the first commit.  `fence` raises where another attempt has taken over."""
+        self._checkpoints, self._policy, self._fence = checkpoints, policy, fence
+        self._wanted, self._stopped = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._looking = False
+        self._meanwhile = 0  # commits since the look that is under way began
+        self._behind = False  # which was said
         self._blocked: str | None = None
-        self._look, self._meanwhile = 0, 0  # the look that is under way, and commits since it began
-        self._behind = False
-        self._pruner = Pruner(
-            commits.checkpoints,
-            policy,
-            on_done=self._done,
-            on_error=_failed,
-            fence=commits.check_fence,
-            reading=Reading(threads=READ_THREADS, bytes_per_s=READ_BYTES_PER_S),
-        )
 
     def committed(self, _step: CommittedStep) -> None:
         """Look at the steps soon."""
-        if self._pruner.looking:
-            self._note_late(self._pruner.looks)
-        self._pruner.request()
+        if self._looking:
+            self._note_late()
+        self.request()
 
-    def _note_late(self, look: int) -> None:
+    def request(self) -> None:
+        """Look at the steps soon.  Never waits."""
+        self._wanted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="retention", daemon=True)
+            self._thread.start()
+
+    def close(self, limit_at: float) -> None:
+        """Stop, at any point without harm; what is not done now is done after the next commit."""
+        self._stopped.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(max(0.0, min(STOP_WITHIN_S, limit_at - time.time())))
+            if self._thread.is_alive():
+                warn("retention_late", why="it still waits for the storage: it is left behind")
+
+    def _note_late(self) -> None:
         """Say it once when steps come faster than they are read: they pile up, for only read ones are removed."""
-        self._meanwhile = self._meanwhile + 1 if look == self._look else 1
-        self._look = look
+        self._meanwhile += 1
         if self._meanwhile < BEHIND_STEPS or self._behind:
             return
         self._behind = True
@@ -439,16 +394,29 @@ class Retention:
             "removed: save less often, or have all nodes read with `--read-back all`",
         )
 
-    def request(self) -> None:
-        """Look at the steps soon, for space is short."""
-        self._pruner.request()
+    def _work(self) -> None:
+        reading = Reading(threads=READ_THREADS, bytes_per_s=READ_BYTES_PER_S)
+        stopped = self._stopped.is_set
+        while True:
+            self._wanted.wait()
+            # what is verified so late is remembered, and need not be read again after the next commit
+            if self._stopped.wait(SETTLED_S):
+                return
+            self._wanted.clear()
+            try:
+                if len(list_steps(self._checkpoints)) <= self._policy.keep_last:
+                    continue  # nothing to remove: nothing need be read to find out
+                self._meanwhile, self._looking = 0, True
+                self._say(
+                    prune(self._checkpoints, self._policy, reading=reading, fence=self._fence, should_stop=stopped)
+                )
+                empty_trash(self._checkpoints, should_stop=stopped)
+            except Exception as error:  # noqa: BLE001  # retention must never end training
+                warn("retention_failed", why=shorten(f"{type(error).__name__}: {error}"))
+            finally:
+                self._looking = False
 
-    def close(self, limit_at: float) -> None:
-        """Stop; what is not done now is done after the next commit."""
-        if not self._pruner.close(max(0.0, min(STOP_WITHIN_S, limit_at - time.time()))):
-            warn("retention_late", why="it still waits for the storage: it is left behind")
-
-    def _done(self, outcome: Outcome) -> None:
+    def _say(self, outcome: Outcome) -> None:
         if outcome.removed:
             say("steps_removed", steps=",".join(outcome.removed), kept=len(outcome.plan.kept))
         for name, why in outcome.spared:
@@ -468,7 +436,7 @@ def keep_house(commits: Commits, policy: Policy | None, tiering: Tiering | None,
         )
     except OSError as error:
         warn("keeping_unrecorded", why=error)  # it is for those who look later: training does without
-    return Retention(commits, policy) if policy is not None else None
+    return Retention(commits.checkpoints, policy, fence=commits.check_fence) if policy is not None else None
 
 
 def _keeping(commits: Commits, policy: Policy | None, tiers: Tiers | None) -> records.Keeping:
@@ -501,7 +469,3 @@ def choose_policy(environment: str | None, wanted: str | Policy | None, *, total
         return parse_policy(choice, total_steps=total_steps)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _failed(error: Exception) -> None:
-    warn("retention_failed", why=shorten(f"{type(error).__name__}: {error}"))

@@ -40,8 +40,7 @@ def small_manager(directory: Path, **options: Any) -> CheckpointManager:
 
 def save_and_wait(manager: CheckpointManager) -> None:
     manager.save()
-    assert manager._saver is not None
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
 
 
 class Falling(dcp.FileSystemWriter):
@@ -126,8 +125,7 @@ def interleaved(rank: int, directory: Path, *, library: str) -> int:
     if library == "stock":
         saved.result()
     else:
-        assert manager._saver is not None
-        assert manager._saver.wait(time.time() + 90)
+        assert manager.wait_saved(90)
     print(f"rank {rank}: saved", flush=True)
     return 0
 
@@ -169,7 +167,7 @@ def fails_in_the_background(rank: int, directory: Path, *, library: str) -> None
     manager.step_done(loss=0.0)
     manager.save()
     assert manager._saver is not None
-    assert not manager._saver.wait(time.time() + 90)
+    assert not manager.wait_saved(90)
     assert not manager._saver.busy
 
 
@@ -242,8 +240,7 @@ def no_daemon(rank: int, directory: Path) -> int:  # noqa: ARG001
         manager.step_done(loss=0.0)
         os.fsync = _failing if number == 1 else sync
         manager.save()
-        assert manager._saver is not None
-        print(f"save {number} {'good' if manager._saver.wait(time.time() + 90) else 'failed'}", flush=True)
+        print(f"save {number} {'good' if manager.wait_saved(90) else 'failed'}", flush=True)
     children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     print(f"children: {children.split()}", flush=True)
     return 0

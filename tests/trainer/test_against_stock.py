@@ -104,11 +104,10 @@ def test_files_of_a_larger_save_stay_where_a_smaller_one_is_written(tmp_path: Pa
     loop.manager.save()  # the same step again
     loop.saved()
 
-    assert {step.path.name for step in list_steps(tmp_path / "checkpoints")} == {
-        "step_00000001",
-        f"step_00000001.{loop.manager._saver.parent[:8]}",  # type: ignore[union-attr,index]
-    }
-    for step in list_steps(tmp_path / "checkpoints"):
+    steps = list_steps(tmp_path / "checkpoints")
+    assert steps[0].manifest is not None
+    assert {step.path.name for step in steps} == {"step_00000001", f"step_00000001.{steps[0].manifest.save_id[:8]}"}
+    for step in steps:
         assert step.manifest is not None
         assert {path.name for path in step.path.iterdir()} == {*step.manifest.files, "MANIFEST.json"}
 
@@ -316,8 +315,7 @@ def test_gradients_at_hand_cost_the_optimizers_state_at_resume(tmp_path: Path, l
         train(model, optimizer, 3)
         manager.step_done(loss=0.0)
         manager.save()
-        assert manager._saver is not None
-        assert manager._saver.wait(time.time() + 90)
+        assert manager.wait_saved(90)
     else:
         train(model, optimizer, 3)
         stock_save(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})

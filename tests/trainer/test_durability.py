@@ -42,7 +42,7 @@ for step in range(5 if width == 1 else 2):
     optimizer.step()
     manager.step_done(loss=1.0)
     manager.save()
-    assert manager._saver.wait(time.time() + 180)
+    assert manager.wait_saved(180)
 """
 
 # Two ranks, each a node with a disk of its own; the second argument is a sync to leave out.
@@ -75,7 +75,7 @@ manager.resume()
 for step in range(2):
     manager.step_done(loss=1.0)
     manager.save()
-    assert manager._saver.wait_shared(time.time() + 180)
+    assert manager.wait_saved(180)
     dist.barrier()
 sys.stdout.flush()
 if rank:

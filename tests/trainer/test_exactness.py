@@ -296,8 +296,7 @@ def go_back(run_dir: Path, turn: Act, *, began: Act = lambda _: None) -> None:
     first = Loop(run_dir, every=1, retention="all")
     while first.manager.step < EVALUATIONS + 2:
         turn(first)
-        assert first.manager._saver is not None
-        assert first.manager._saver.wait(time.time() + 60)
+        assert first.manager.wait_saved(60)
     limit_at = time.monotonic() + 60
     while not (run_dir / RANDOM_NAME).exists() or f'"step":{GOES_BACK_TO},' not in (run_dir / RANDOM_NAME).read_text():
         assert time.monotonic() < limit_at, "the generators were not recorded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,7 @@ def saved(run_dir: Path, model: nn.Module) -> Path:
     )
     manager.resume()
     manager.save()
-    assert manager._saver is not None
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
     [step] = list_steps(run_dir / "checkpoints")
     return step.path
 
@@ -178,8 +176,7 @@ def test_a_run_starts_from_an_export_and_then_from_its_own_steps(tmp_path: Path)
     assert torch.equal(net.head.weight, model.head.weight)
     _step(net, manager)
     manager.save()
-    assert manager._saver is not None
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
 
     again, manager = start(resume_from="latest")
     assert manager.resume() == 1

@@ -259,7 +259,7 @@ def test_without_hooks_weights_may_change_as_soon_as_a_save_has_begun(tmp_path: 
         for parameter in model.parameters():
             parameter.fill_(2.0)
 
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
     [step] = list_steps(tmp_path / "run/checkpoints")
     saved = torch.zeros(16384, 16384)
     dcp.load({"model": {"weight": saved}}, checkpoint_id=step.path, **ALONE)

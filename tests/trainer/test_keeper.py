@@ -90,8 +90,7 @@ class Loop:
 
     def saved(self) -> None:
         """Wait for the save in flight."""
-        assert self.manager._saver is not None
-        assert self.manager._saver.wait(time.time() + 90)
+        assert self.manager.wait_saved(90)
 
     def others(self, others: _Others) -> None:
         """Have other ranks, in the place of none."""
@@ -534,7 +533,7 @@ def test_a_stop_ends_at_its_deadline_though_the_disk_hangs(tmp_path: Path, monke
     hangs.set()
     assert loop.manager._saver is not None
     assert loop.manager._saver.last is not None
-    loop.manager._saver.last.settled.wait(90)
+    loop.manager.wait_saved(90)
 
 
 def test_metrics_on_a_full_disk_cost_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,7 +629,7 @@ def test_a_failed_save_is_made_up_for_at_the_end(tmp_path: Path, monkeypatch: py
     loop = Loop(tmp_path / "run", total_steps=2, every=2)
     loop.manager.resume()
     loop.run(2)
-    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    loop.manager.wait_saved(90)
     assert "No space left" in str(loop.manager._saver.last.error)  # type: ignore[union-attr]
     full = False
 
@@ -651,7 +650,7 @@ def test_an_unwritable_directory_is_a_failed_save_and_no_failed_training(tmp_pat
 
     loop.run(2)
     loop.manager.save()
-    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    loop.manager.wait_saved(90)
     loop.run(3)
 
     assert "checkpoints: Not a directory" in str(loop.manager._saver.last.error)  # type: ignore[union-attr]

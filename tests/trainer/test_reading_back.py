@@ -6,7 +6,6 @@ import mmap
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,7 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
 def saved(loop: Loop) -> None:
     loop.step()
     loop.manager.save()
-    assert loop.manager._saver is not None
-    loop.manager._saver.wait(time.time() + 90)
+    loop.manager.wait_saved(90)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +50,5 @@ def test_a_run_directory_that_does_not_take_the_record_harms_no_training(
     loop.run(1)
     loop.manager.save()
 
-    assert loop.manager._saver is not None
-    assert loop.manager._saver.wait(time.time() + 90)
+    assert loop.manager.wait_saved(90)
     assert "keeping_unrecorded" in caplog.text

@@ -385,8 +385,7 @@ def test_several_optimizers_an_average_and_a_scaler_come_back(tmp_path: Path) ->
     average.update_parameters(model)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 3.0})
     manager.save()
-    assert manager._saver is not None
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
     expected = _train(model, optimizers, manager, 4)
 
     other, restored, again, scaler_again, second = build("latest")

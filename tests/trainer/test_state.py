@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,7 @@ class Training:
 
     def save(self) -> None:
         self.manager.save()
-        assert self.manager._saver is not None
-        assert self.manager._saver.wait(time.time() + 90)
+        assert self.manager.wait_saved(90)
 
 
 def _with_loader(run_dir: Path, *, resume: bool, restore: bool = True) -> list[float]:
@@ -151,7 +149,7 @@ def _accumulate(run_dir: Path, *, resume: bool, stop_at: tuple[int, int] | None 
         training.step(loss)
         losses.append(loss)
         if training.manager._saver is not None and training.manager._saver.busy:
-            assert training.manager._saver.wait(time.time() + 90)
+            assert training.manager.wait_saved(90)
     return losses
 
 

@@ -400,7 +400,7 @@ def test_an_emergency_save_is_tried_where_no_other_would_be(small_disk: Path, ca
     loop = Loop(small_disk / "run", every=1, attach_signals=True)
     loop.manager.resume()
     loop.run(3)
-    loop.manager._saver.last.settled.wait(90)  # type: ignore[union-attr]
+    loop.manager.wait_saved(90)
     until(lambda: "storage_alarm" in caplog.text)
     assert names(small_disk / "run") == []
     os.kill(os.getpid(), signal.SIGTERM)

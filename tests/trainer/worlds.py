@@ -5,7 +5,6 @@ What a tensor holds follows from its name, so that whoever loads knows what must
 
 from __future__ import annotations
 
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -158,8 +157,7 @@ def save(rank: int, directory: Path) -> int:  # noqa: ARG001
     fill(model, optimizer)
     manager.step_done(loss=1.0)
     manager.save()
-    assert manager._saver is not None
-    assert manager._saver.wait(time.time() + 90)
+    assert manager.wait_saved(90)
     if dist.is_initialized():
         dist.barrier()
     return 0

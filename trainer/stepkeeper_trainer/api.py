@@ -331,6 +331,13 @@ class CheckpointManager:
         self._leave_step()
         self._end_change()
 
+    def wait_saved(self, within_s: float | None = None) -> bool:
+        """Wait until this rank has done its part of the save in flight; true unless that has failed, or is late.
+
+        Rank 0's part includes the commit.  Any rank may call it; it waits for `save_within_s` if no time is given.
+        """
+        return self._ready().wait_shared(time.time() + (self._save_within_s if within_s is None else within_s))
+
     def finish(self) -> int:
         """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
 

@@ -114,8 +114,7 @@ def train(
     while not manager.finished:
         training.step(manager.step + 1)
         manager.step_done(loss=1.0)
-        assert manager._saver is not None
-        manager._saver.wait_shared(time.time() + SAVED_WITHIN_S)
+        manager.wait_saved(SAVED_WITHIN_S)
     manager.finish()
     tell(finished=manager.step)
 
@@ -132,7 +131,6 @@ def train_on(run_dir: Path, saves: int, steps_max: int, tell: Tell) -> None:
         manager.step_done(loss=1.0)
         tell(stepped=manager.step)
         manager.save()
-        assert manager._saver is not None
-        good = manager._saver.wait(time.time() + SAVED_WITHIN_S)
+        good = manager.wait_saved(SAVED_WITHIN_S)
         time.sleep(0.0 if good else 0.02)
     manager.finish()

@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
+from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.save.commit import Commits, Completer
+from stepkeeper_trainer.save.commit import Completer
 from stepkeeper_trainer.save.dcp_metadata import Encoder, skeletons
 from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
@@ -27,12 +27,10 @@ from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import msgspec
     import torch
 
-    from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.planner import Planner, Share
     from stepkeeper_trainer.save.replicas import Hash
     from stepkeeper_trainer.save.save import Save
@@ -146,45 +144,19 @@ class Persister:
     def __init__(
         self,
         *,
-        commits: Commits,
         rank: int,
-        world_size: int,
-        link: Link,
-        parent: str | None,
         staging: Staging,
         planner: Planner,
-        before_commit: Callable[[float], object],
-        on_committed: Callable[[Save], object] = lambda _save: None,
-        uploader: Uploader | None = None,
-        dcp_values: bool = True,
+        completer: Completer,
+        uploader: Uploader | None,
+        dcp_values: bool,
     ) -> None:
         """Prepare; `dcp_values`: numbers and text of the state are written for stock DCP too."""
-        self._rank = rank
-        self._staging = staging
-        self._planner = planner
+        self._rank, self._staging, self._planner, self._completer = rank, staging, planner, completer
         self._uploader = uploader  # where the nodes' own disks come first
         self._files = FilePlanner(rank, staging)
-        self._completer = Completer(
-            commits=commits,
-            world_size=world_size,
-            link=link,
-            parent=parent,
-            before_commit=before_commit,
-            on_committed=on_committed,
-            uploader=uploader,
-        )
         self._values = Encoder() if dcp_values else None
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
-
-    @property
-    def parent(self) -> str | None:
-        """save_id of the newest save that this run builds on (rank 0)."""
-        return self._completer.parent
-
-    @property
-    def committed(self) -> tuple[Path, Manifest] | None:
-        """The newest step directory of this launch, and its manifest (rank 0)."""
-        return self._completer.committed
 
     def forget(self) -> None:
         """The arena was laid out anew: by the state's order, and not by file."""

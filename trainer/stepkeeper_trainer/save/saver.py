@@ -21,7 +21,7 @@ from stepkeeper_trainer.errors import DividedError, DriftError, SaveError, Unequ
 from stepkeeper_trainer.formats.messages import SaveStarted, shorten
 from stepkeeper_trainer.load.reader import root_cause
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.save.commit import CommittedStep, Listeners
+from stepkeeper_trainer.save.commit import CommittedStep, Completer, Listeners
 from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
 from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary, Worker
@@ -86,16 +86,20 @@ class Saver:
         self._drifted = False  # the last save found values that differ (rank 0)
         self.overlap_copies = overlap_copies
         self._staging = Staging(overlap=overlap_copies)
-        self._persister = Persister(
+        self._completer = Completer(
             commits=commits,
-            rank=rank,
             world_size=world_size,
             link=link,
             parent=parent,
-            staging=self._staging,
-            planner=self._planner,
             before_commit=before_commit,
             on_committed=self._note_own_commit,
+            uploader=uploader,
+        )
+        self._persister = Persister(
+            rank=rank,
+            staging=self._staging,
+            planner=self._planner,
+            completer=self._completer,
             uploader=uploader,
             dcp_values=dcp_values,
         )
@@ -112,11 +116,6 @@ class Saver:
             uploader.ended = self.ended.of
         self.last: Save | None = None
         self.persist_s: float | None = None  # how long the last good save took, from request to durable
-
-    @property
-    def parent(self) -> str | None:
-        """save_id of the newest commit that this run builds on (rank 0)."""
-        return self._persister.parent
 
     @property
     def busy(self) -> bool:
@@ -384,7 +383,7 @@ class Saver:
         self._listeners.notify(self.newest)
 
     def _committed_step(self, save: Save) -> CommittedStep:
-        known = self._persister.committed
+        known = self._completer.committed
         final, manifest = known if known is not None and known[1].save_id == save.save_id else (None, None)
         return CommittedStep(
             step=save.summary.step,

@@ -18,7 +18,7 @@ from stepkeeper.cli.main import main
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.load.initial import load_model
+from tests.trainer.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -68,14 +68,14 @@ def test_tied_weights_are_written_once_and_load_everywhere(tmp_path: Path, capsy
 
     assert json.loads(capsys.readouterr().out)["tied"] == {"head.weight": "embedding.weight"}
     assert names(tmp_path / "out") == {name for name, _ in model.named_parameters()}
-    for load in (load_model, safetensors.torch.load_model):
-        source = tmp_path / "out" if load is load_model else tmp_path / "out/model.safetensors"
+    for load in (load_weights, safetensors.torch.load_model):
+        source = tmp_path / "out" if load is load_weights else tmp_path / "out/model.safetensors"
         fresh = Net()
         load(fresh, source)  # strict
         assert torch.equal(fresh.head.weight, model.head.weight)
         assert fresh.head.weight is fresh.embedding.weight
-    with pytest.raises(ResumeError, match=r"lacks head\.weight"):
-        load_model(Net(tied=False), tmp_path / "out")
+    with pytest.raises(ResumeError, match=r"lacks model\.head\.weight"):
+        load_weights(Net(tied=False), tmp_path / "out")
 
 
 def test_who_wants_each_name_gets_it(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_who_wants_each_name_gets_it(tmp_path: Path) -> None:
     assert command(step, tmp_path / "out", "--keep-tied") == 0
 
     assert names(tmp_path / "out") == set(model.state_dict())
-    load_model(Net(tied=False), tmp_path / "out")
-    load_model(Net(), tmp_path / "out")
+    load_weights(Net(tied=False), tmp_path / "out")
+    load_weights(Net(), tmp_path / "out")
 
 
 def test_tensors_that_are_equal_and_not_tied_are_all_written(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_run_starts_from_an_export_and_then_from_its_own_steps(tmp_path: Path)
     def start(resume_from: str | None = None) -> tuple[Net, CheckpointManager]:
         torch.manual_seed(5)
         net = Net()
-        load_model(net, tmp_path / "out")  # weights only: the optimizer, the schedule and the data begin anew
+        load_weights(net, tmp_path / "out")  # weights only: the optimizer, the schedule and the data begin anew
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         manager = CheckpointManager(
             {"model": net, "optimizer": optimizer}, every=None, run_dir=tmp_path / "second", resume_from=resume_from

@@ -9,7 +9,6 @@ into code.  A directory with a manifest of ours is verified; others have no dige
 from __future__ import annotations
 
 import mmap
-import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,54 +57,6 @@ if TYPE_CHECKING:
 NAMES_SHOWN = 5
 
 
-def load_model(
-    model: torch.nn.Module,
-    source: str | os.PathLike[str],
-    *,
-    strict: bool = True,
-    rename: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Fill a model, sharded or not, from safetensors files, in place; numbers become the model's own dtype.
-
-    Of a tensor that the model has under several names (tied weights) the files need to have one.
-
-    Args:
-        model: on any device; not on `meta`.
-        source: a file, or a directory with `model.safetensors` or an index.
-        strict: whether each tensor of the model must be there, and no other one.
-        rename: the file's name for a name of the model, where they differ.
-
-    Returns:
-        the model's tensors that the files do not hold (only if not `strict`).
-
-    Raises:
-        ResumeError: the files are of another model.
-        DamagedError: a file is damaged or missing.
-    """
-    wanted = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    slots = find_tensors(Path(source))
-    homes = {name: (rename or {}).get(name, name) for name in wanted}
-    filled = {name for name, home in homes.items() if home in slots}
-    tied = tied_names(model)
-    filled_ties = {tied.get(name, name) for name in filled}
-    missing = sorted(name for name in wanted if name not in filled and tied.get(name, name) not in filled_ties)
-    extra = sorted(slots.keys() - set(homes.values()))
-    if strict and (missing or extra):
-        raise ResumeError(
-            f"{source}: of another model: lacks {some(missing)}; the model lacks {some(extra)}; "
-            "give `rename`, or strict=False"
-        )
-    for name, home in homes.items():
-        if home in slots and slots[home][1].shape != tuple(wanted[name].shape):
-            raise ResumeError(
-                f"{source}: {home} has shape {list(slots[home][1].shape)}, the model's {list(wanted[name].shape)}"
-            )
-    for path in sorted({slots[home][0] for home in homes.values() if home in slots}):
-        here = {name: slots[home][1] for name, home in homes.items() if home in slots and slots[home][0] == path}
-        _fill(path, {name: (wanted[name], slot) for name, slot in here.items()})
-    return missing
-
-
 def some(names: list[str]) -> str:
     """Return the first of many names as text."""
     shown = ", ".join(names[:NAMES_SHOWN]) or "nothing"
@@ -133,23 +84,25 @@ def find_tensors(source: Path) -> dict[str, tuple[Path, safetensors.Slot]]:
 
 
 @torch.no_grad()
-def _fill(path: Path, tensors: dict[str, tuple[torch.Tensor, safetensors.Slot]]) -> None:
+def _fill(path: Path, tensors: list[tuple[safetensors.Slot, torch.Tensor]]) -> None:
     """Copy tensors out of one file, which is mapped: only the pages of this rank's part are read."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-        for tensor, slot in tensors.values():
-            if slot.end > slot.begin:
-                _copy(
-                    torch.frombuffer(mapped, dtype=torch.uint8, count=slot.end - slot.begin, offset=slot.begin),
-                    slot,
-                    tensor,
-                )
+        for slot, tensor in tensors:
+            _copy(tensor_of(mapped, slot), tensor)
 
 
-def _copy(data: torch.Tensor, slot: safetensors.Slot, tensor: torch.Tensor) -> None:
+def tensor_of(mapped: mmap.mmap, slot: safetensors.Slot) -> torch.Tensor:
+    """Return a tensor of a mapped file: of the file's own memory where it is aligned there."""
     dtype = getattr(torch, slot.dtype)
+    if slot.end == slot.begin:
+        return torch.empty(slot.shape, dtype=dtype)
+    data = torch.frombuffer(mapped, dtype=torch.uint8, count=slot.end - slot.begin, offset=slot.begin)
     if slot.begin % dtype.itemsize:  # other writers do not align
         data = data.clone()
-    whole = data.view(dtype).view(slot.shape)
+    return data.view(dtype).view(slot.shape)
+
+
+def _copy(whole: torch.Tensor, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -282,7 +235,7 @@ def load_initial(
     _check(source, parts, moments, strict=strict, tell=state.rank == 0)
     filled: list[_Part | Moments] = [*parts, *moments]
     wanted = {home: tensor for part in filled for home, tensor in part.tensors.items()}
-    found.read(wanted, parts, agreement, limits)
+    found.read(wanted, agreement, limits)
     for part in filled:
         part.apply()
     if state.rank == 0:
@@ -301,23 +254,27 @@ class _Files:
     """Safetensors files."""
 
     source: Path
-    shapes: Mapping[str, tuple[int, ...]]
+    slots: Mapping[str, tuple[Path, safetensors.Slot]]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: slot.shape for name, (_, slot) in self.slots.items()}
 
     def moments(self, _state: TrainingState) -> list[Moments]:
         raise ResumeError(f"{self.source}: safetensors hold no state of an optimizer: leave out with_optimizer")
 
-    def read(
-        self, _wanted: Mapping[str, torch.Tensor], parts: list[_Part], agreement: Agreement, _limits: Limits | None
-    ) -> None:
+    def read(self, wanted: Mapping[str, torch.Tensor], agreement: Agreement, _limits: Limits | None) -> None:
         problem: StepkeeperError | None = None
+        by_file: dict[Path, list[tuple[safetensors.Slot, torch.Tensor]]] = {}
+        for home, tensor in wanted.items():
+            path, slot = self.slots[home]
+            by_file.setdefault(path, []).append((slot, tensor))
         try:
-            for part in parts:
-                homes = {name: part.homes.get(name, "") for name in part.values}  # no tensor is called ""
-                load_model(part.part.module, self.source, strict=False, rename=homes)
-        except StepkeeperError as error:
-            problem = error
-        if (first := next((each for each in agreement.gather(problem) if each is not None), None)) is not None:
-            raise first
+            for path, tensors in sorted(by_file.items()):
+                _fill(path, tensors)
+        except OSError as error:
+            problem = DamagedError(f"{error.filename or self.source}: cannot be read: {error.strerror}")
+        agreement.raise_together(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +293,7 @@ class _Directory:
         stored = describe(self.contents).state_dict_metadata
         return [match_moments(part, stored) for part in state.optimizers.values()]
 
-    def read(
-        self, wanted: Mapping[str, torch.Tensor], _parts: list[_Part], agreement: Agreement, limits: Limits | None
-    ) -> None:
+    def read(self, wanted: Mapping[str, torch.Tensor], agreement: Agreement, limits: Limits | None) -> None:
         tensors = dict(wanted)
         if self.manifest is not None:
             load(CheckedReader(self.source, self.manifest), tensors, agreement.group, limits=limits)
@@ -386,8 +341,7 @@ def _open(source: Path, manifest: Manifest | None) -> _Files | _Directory:
             return _Directory(source, _read_contents(source), None)
     except OSError as error:
         raise DamagedError(f"{error.filename or source}: cannot be read: {error.strerror}") from error
-    slots = find_tensors(source)
-    return _Files(source, {name: slot.shape for name, (_, slot) in slots.items()})
+    return _Files(source, find_tensors(source))
 
 
 def _read_contents(source: Path) -> Contents:

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stepkeeper_trainer.errors import StepkeeperError
-from stepkeeper_trainer.formats import safetensors
 from stepkeeper_trainer.formats.durable import fsync_directory
-from stepkeeper_trainer.load.initial import find_tensors
+from stepkeeper_trainer.load.initial import find_tensors, tensor_of
 from stepkeeper_trainer.load.reader import ALONE
 from stepkeeper_trainer.store.export import Names, NamesError
 
@@ -68,7 +67,7 @@ def to_dcp(source: Path, target: Path, *, prefix: str, names: Names | None) -> i
             here = names.from_hf(name) if names is not None else name
             if here is None:
                 continue
-            tensor = _tensor(mapped[path], slot)
+            tensor = tensor_of(mapped[path], slot)
             rows = names.rows_of(name) if names is not None else 0
             state[prefix + here] = _neighbours(name, tensor, rows) if rows else tensor
         state_dict_saver.save(state, checkpoint_id=growing, **ALONE)
@@ -82,16 +81,6 @@ def to_dcp(source: Path, target: Path, *, prefix: str, names: Names | None) -> i
 def _map(path: Path) -> mmap.mmap:
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # tensors keep it open
-
-
-def _tensor(mapped: mmap.mmap, slot: safetensors.Slot) -> torch.Tensor:
-    dtype = getattr(torch, slot.dtype)
-    if slot.end == slot.begin:
-        return torch.empty(slot.shape, dtype=dtype)
-    data = torch.frombuffer(mapped, dtype=torch.uint8, count=slot.end - slot.begin, offset=slot.begin)
-    if slot.begin % dtype.itemsize:  # other writers do not align
-        data = data.clone()
-    return data.view(dtype).view(slot.shape)
 
 
 def _neighbours(name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:

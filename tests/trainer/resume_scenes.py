@@ -13,8 +13,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.load import Limits, reader
+from stepkeeper_trainer.load import reader
 from stepkeeper_trainer.load import resume as resuming
+from stepkeeper_trainer.load.worker import Limits
 from tests.trainer.worlds import Kinds, build, kinds, wrong
 
 SAVE_WITHIN_S = 1.0

@@ -225,7 +225,7 @@ class CheckpointManager:
             random_state.restore(self._random)  # a loader that is asked for its state may begin its iterator, and draw
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
-            self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self.world_size, self._link)
+            self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self._link)
             self._exactness = Exactness(
                 self._state.main_module if self._hooks else None,
                 self._state.others,

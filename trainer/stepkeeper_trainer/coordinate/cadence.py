@@ -229,25 +229,10 @@ class Cadence:
     rule: Rule
     nodes: int = 1
     rate: FailureRate = field(default_factory=FailureRate)
-    overhead_max: float = OVERHEAD_MAX
-    longest_s: float = LONGEST_S
-    first_after_s: float = FIRST_AFTER_S
     _blocked: deque[float] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     _persist: deque[float] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     _began_at: float | None = None  # of the newest save, or of training
     _began_step: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that cannot be kept."""
-        if self.nodes < 1 or not 0 < self.overhead_max < 1 or self.longest_s <= 0:
-            raise UsageError(
-                f"cadence of {self.nodes} nodes, overhead {self.overhead_max:g}, longest {self.longest_s:g} s: "
-                "nodes and longest are more than 0, the overhead is between 0 and 1"
-            )
-
-    def start(self, step: int, now: float) -> None:
-        """Say that training begins (or resumes) with `step` steps done: the clock runs from here."""
-        self._began_at, self._began_step = now, step
 
     def due_by_steps(self, step: int) -> bool:
         """Whether the number of steps asks for a save: the same answer on every rank, at the same boundary."""
@@ -259,12 +244,8 @@ class Cadence:
             return False  # nothing new to save
         return now - self._began_at >= self.interval_s
 
-    def due(self, step: int, now: float) -> bool:
-        """Whether a save is due after `step`, for a process alone or for rank 0."""
-        return self.due_by_steps(step) or self.due_by_time(step, now)
-
     def note_begun(self, step: int, now: float) -> None:
-        """Say that a save began, for whatever reason: an emergency save counts as well as a periodic one."""
+        """Say that training begins with `step` steps done, or that a save has begun, for whatever reason."""
         self._began_at, self._began_step = now, step
 
     def note_save(self, blocked_s: float, persist_s: float) -> None:
@@ -303,7 +284,7 @@ class Cadence:
     def _auto_s(self) -> float:
         costs = self.costs
         if costs is None:
-            return self.first_after_s
+            return FIRST_AFTER_S
         # never two in flight, and never more than the allowed share of time
-        least_s = max(floor_interval_s(costs), costs.blocked_s * (1 / self.overhead_max - 1))
-        return max(least_s, min(best_interval_s(costs), self.longest_s)) + costs.blocked_s
+        least_s = max(floor_interval_s(costs), costs.blocked_s * (1 / OVERHEAD_MAX - 1))
+        return max(least_s, min(best_interval_s(costs), LONGEST_S)) + costs.blocked_s

@@ -278,7 +278,7 @@ class Periodic:
     def start(self, step: int) -> None:
         """Say that training begins or goes on with `step` steps done."""
         self._stepped_at = self._observed_at = self._now()
-        self._cadence.start(step, self._stepped_at)
+        self._cadence.note_begun(step, self._stepped_at)
 
     def step(self, step: int, *, epoch_end: bool) -> None:
         """Take in that a step is complete."""

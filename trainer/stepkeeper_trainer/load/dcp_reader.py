@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from stepkeeper_trainer.errors import DamagedError, ResumeError
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, ManifestError, read_manifest
-from stepkeeper_trainer.load.reader import CheckedReader
+from stepkeeper_trainer.errors import DamagedError
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
+from stepkeeper_trainer.load.reader import CheckedReader, open_manifest
 from stepkeeper_trainer.load.worker import Limits, fill
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class StepkeeperReader(StorageReader):
         if checkpoint_id is None:
             return
         self._directory = Path(checkpoint_id)
-        self._manifest = open_manifest(self._directory)
+        self._manifest = open_manifest(
+            self._directory, "`stepkeeper checkpoints latest` prints the newest one", "give a committed step directory"
+        )
         self._reader = CheckedReader(self._directory, self._manifest)
         try:
             metadata = self._reader.read_metadata()
@@ -124,18 +126,6 @@ class StepkeeperReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a step directory with a manifest."""
         return (Path(checkpoint_id) / MANIFEST_NAME).is_file()
-
-
-def open_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a step directory.  Raises ResumeError."""
-    if not directory.is_dir():
-        raise ResumeError(f"{directory}: no such step directory; `stepkeeper checkpoints latest` prints the newest one")
-    try:
-        return read_manifest(directory)
-    except ManifestError as error:
-        raise ResumeError(f"{error}; give a committed step directory") from error
-    except OSError as error:
-        raise ResumeError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
 def read_objects(reader: CheckedReader, names: list[str]) -> dict[str, bytes]:

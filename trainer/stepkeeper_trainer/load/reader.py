@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from stepkeeper_trainer.coordinate import groups
-from stepkeeper_trainer.errors import DamagedError
+from stepkeeper_trainer.errors import DamagedError, ResumeError
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
     METADATA_NAME,
     Contents,
@@ -166,6 +167,18 @@ class CheckedReader:
             box_sizes=tuple(item.lengths),
             target=target.detach(),
         )
+
+
+def open_manifest(directory: Path, if_absent: str, if_unusable: str) -> Manifest:
+    """Read the manifest of a step directory; the two texts say what to do otherwise.  Raises ResumeError."""
+    if not directory.is_dir():
+        raise ResumeError(f"{directory}: no such step directory; {if_absent}")
+    try:
+        return read_manifest(directory)
+    except ManifestError as error:
+        raise ResumeError(f"{error}; {if_unusable}") from error
+    except OSError as error:
+        raise ResumeError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
 def describe(contents: Contents) -> Metadata:

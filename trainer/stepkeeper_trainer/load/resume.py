@@ -6,7 +6,8 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
@@ -22,7 +23,7 @@ from stepkeeper_trainer.formats.steps import (
 )
 from stepkeeper_trainer.formats.verify import Cache, join_shards, known_right, verify_shard
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
-from stepkeeper_trainer.load.reader import CheckedReader, load
+from stepkeeper_trainer.load.reader import CheckedReader, load, open_manifest
 from stepkeeper_trainer.load.worker import Limits
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.save import warn_of_changes
@@ -30,6 +31,8 @@ from stepkeeper_trainer.store import space
 from stepkeeper_trainer.store.run_directory import record_left_out, record_start
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from stepkeeper_trainer.coordinate.agreement import Agreement
     from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.state import TrainingState
@@ -50,7 +53,7 @@ class Resumed:
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
     directory: Path | None = None
-    changes: tuple[str, ...] = ()  # conditions that are others than the checkpoint's
+    changes: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # conditions of then and now that differ
 
 
 def resume(
@@ -77,7 +80,10 @@ def resume(
     if own is None and foreign is None:
         return _begin(commits, state)
     directory = Path(own or foreign or "")
-    manifest = None if own is None and is_initial(directory) else _open(directory)
+    manifest = None
+    if own is not None or not is_initial(directory):
+        others = f"give one below checkpoints/, or `{LATEST}`", f"give another step directory, or `{LATEST}`"
+        manifest = open_manifest(directory, *others)
     reader = CheckedReader(directory, manifest) if manifest is not None else None
     if manifest is None or reader is None or not _is_training_step(reader, directory):
         if directory.parent.resolve() == commits.checkpoints.resolve():
@@ -95,7 +101,7 @@ def resume(
             manifest=manifest,
         )
         return _begin(commits, state)
-    changes = tuple(warn_of_changes(manifest, world_size))
+    changes = warn_of_changes(manifest, world_size)
     _load(reader, directory, state, agreement, limits)
     parent = _record(commits, directory, manifest, state) if state.rank == 0 else None
     if state.rank == 0:
@@ -259,17 +265,6 @@ def _say_chosen(choice: Choice, checkpoints: Path) -> str | None:
         found = space.storage_test(checkpoints, limit_s=STORAGE_TEST_WITHIN_S)
         warn("storage_suspect", why=why, test=found.problem or "bytes written now come back as they were")
     return str(choice.chosen.path) if choice.chosen is not None else None
-
-
-def _open(directory: Path) -> Manifest:
-    if not directory.is_dir():
-        raise ResumeError(f"{directory}: no such step directory; give one below checkpoints/, or `{LATEST}`")
-    try:
-        return read_manifest(directory)
-    except ManifestError as error:
-        raise ResumeError(f"{error}; give another step directory, or `{LATEST}`") from error
-    except OSError as error:
-        raise ResumeError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
 
 
 def _record(commits: Commits, directory: Path | None, manifest: Manifest | None, state: TrainingState) -> str | None:

@@ -124,22 +124,15 @@ def distance(then: float, now: float) -> float:
     return abs(math.log(now / then)) or math.ulp(1.0)  # so near that the logarithm does not tell
 
 
-def begin_replay(
-    environment: Environment, run_directory: Path, resumed: Resumed, world_size: int, link: Link
-) -> Replay:
+def begin_replay(environment: Environment, run_directory: Path, resumed: Resumed, link: Link) -> Replay:
     """Prepare to compare what follows a resume with what was recorded of it; nothing at a first start."""
     manifest = resumed.manifest
     if manifest is None:
         return Replay({}, link, deterministic=False, changed="")
-    then = {**manifest.conditions, "world_size": manifest.world_size}
-    now = {**conditions(), "world_size": world_size}
-    changed = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and then[name] != now[name]]
-    return Replay(
-        comparable_losses(run_directory, manifest.step, environment.skip_data),
-        link,
-        deterministic=bool(then.get("deterministic") and now["deterministic"]) and not changed,
-        changed="; ".join(changed),
-    )
+    changed = [f"{name}: {then}, now {now}" for name, (then, now) in resumed.changes.items() if name != "torch"]
+    deterministic = manifest.conditions.get("deterministic") and conditions()["deterministic"] and not changed
+    losses = comparable_losses(run_directory, manifest.step, environment.skip_data)
+    return Replay(losses, link, deterministic=bool(deterministic), changed="; ".join(changed))
 
 
 def comparable_losses(run_directory: Path, after: int, windows: tuple[LeftOut, ...]) -> dict[int, float]:

@@ -191,7 +191,6 @@ class Reporter:
         total_steps: int | None = None,
         framework: str = "",
     ) -> None:
-        """Introduce this rank."""
         self._link, self._rank, self._world_size, self._straggler_probe = link, rank, world_size, straggler_probe
         self._total_steps, self._framework = total_steps, framework
         self._said_at = self._stepped_at = time.monotonic()

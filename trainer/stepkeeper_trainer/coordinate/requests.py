@@ -37,7 +37,6 @@ class Owner:
     """Who saves on notice in this process: the script's CheckpointManager comes before a framework's attachment."""
 
     def __init__(self) -> None:
-        """Begin with neither."""
         self.has_manager = False
         self.withdraw: Callable[[str], None] | None = None  # of the attachment
 
@@ -213,7 +212,6 @@ class Toll:
     """What a save takes from training: how much longer than usual the steps last until it is durable, in sum."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self._usual: deque[float] = deque(maxlen=STEPS_KEPT)
         self._during: list[float] = []
 

@@ -42,7 +42,6 @@ class StepBytes:
     """Reads ranges of the files of a step directory; each chunk is compared with the manifest before it is used."""
 
     def __init__(self, directory: Path, manifest: Manifest, *, chunks_kept: int = CHUNKS_KEPT) -> None:
-        """Open nothing yet."""
         self._directory, self._manifest = directory, manifest
         self.chunks_kept = chunks_kept
         self._descriptors: dict[str, int] = {}
@@ -62,12 +61,14 @@ class StepBytes:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def size(self, name: str) -> int:
-        """Return how many bytes a file has.  Raises StoredError."""
-        entry = self._manifest.files.get(name)
-        if entry is None:
-            raise StoredError(f"{self._directory / name}: not in the manifest")
-        return entry.bytes
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many bytes each file has."""
+        return {name: entry.bytes for name, entry in self._manifest.files.items()}
+
+    def read_whole(self, name: str) -> bytes:
+        """Return a file.  Raises StoredError or OSError, as `read_into`."""
+        return self.read(name, 0, self._entry(name).bytes)
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return a range of a file.  Raises StoredError or OSError, as `read_into`."""
@@ -83,8 +84,7 @@ class StepBytes:
             StoredError: a chunk is not what the manifest says, or the range is outside.
             OSError: it cannot be read.
         """
-        self._check_range(name, start, len(view))
-        entry = self._manifest.files[name]
+        entry = self._check_range(name, start, len(view))
         self._descriptor(name, entry)  # of the right size, and with its chunks
         done = 0
         while done < len(view):
@@ -93,9 +93,17 @@ class StepBytes:
             view[done : done + len(piece)] = piece
             done += len(piece)
 
-    def _check_range(self, name: str, start: int, length: int) -> None:
-        if start < 0 or length < 0 or start + length > self.size(name):
-            raise StoredError(f"{self._directory / name}: has {self.size(name)} bytes, {start + length} are needed")
+    def _entry(self, name: str) -> FileEntry:
+        entry = self._manifest.files.get(name)
+        if entry is None:
+            raise StoredError(f"{self._directory / name}: not in the manifest")
+        return entry
+
+    def _check_range(self, name: str, start: int, length: int) -> FileEntry:
+        entry = self._entry(name)
+        if start < 0 or length < 0 or start + length > entry.bytes:
+            raise StoredError(f"{self._directory / name}: has {entry.bytes} bytes, {start + length} are needed")
+        return entry
 
     def _chunk(self, name: str, entry: FileEntry, index: int) -> bytes:
         key = (name, index)
@@ -141,7 +149,6 @@ class PlainBytes(StepBytes):
         files = {name: FileEntry(bytes=size, xxh3_128="") for name, size in sizes.items()}
         manifest = Manifest(step=0, tokens=0, world_size=0, created_at="", save_id="", files=files)
         super().__init__(directory, manifest)
-        self.sizes = sizes
 
     def _compare(self, name: str, entry: FileEntry, index: int, data: bytes) -> None:
         if len(data) != min(entry.chunk_bytes, entry.bytes - index * entry.chunk_bytes):

@@ -71,7 +71,7 @@ class CheckedReader:
         if self._contents is None:
             try:
                 with StepBytes(self._directory, self._manifest, chunks_kept=1) as source:
-                    data = source.read(METADATA_NAME, 0, source.size(METADATA_NAME))
+                    data = source.read_whole(METADATA_NAME)
             except StoredError as error:
                 raise DamagedError(str(error)) from error
             try:

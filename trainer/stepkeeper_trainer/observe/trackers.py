@@ -165,7 +165,6 @@ class Trackers:
         retry_s: float = RETRY_S,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Begin."""
         self._tracker, self._run_directory = tracker, run_directory
         self._retry_s, self._wait = retry_s, wait
         self._rows: queue.Queue[Row | None] = queue.Queue(WAITING_MAX)

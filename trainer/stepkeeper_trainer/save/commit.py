@@ -92,7 +92,6 @@ class Listeners:
     """Those of this rank, in the order in which they were added."""
 
     def __init__(self) -> None:
-        """Nobody listens."""
         self._all: list[Listener] = []
 
     def add(self, *listeners: Listener | None) -> None:

@@ -56,7 +56,6 @@ class FilePlanner:
     """Splits the share of one rank into files, and lays the arena out by them."""
 
     def __init__(self, rank: int, staging: Staging) -> None:
-        """Begin with nothing laid out."""
         self._rank = rank
         self._staging = staging
         self._files: ShareFiles | None = None

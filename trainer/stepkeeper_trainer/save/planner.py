@@ -93,7 +93,6 @@ class Planner:
     """Kept for the whole launch."""
 
     def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
-        """Prepare."""
         self._rank = rank
         self._world_size = world_size
         self._group = group

@@ -148,7 +148,6 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        """Prepare."""
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._at_work = threading.Lock()
         self._leaving = False

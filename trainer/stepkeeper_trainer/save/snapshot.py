@@ -101,7 +101,6 @@ class CudaMark:
     """A point in the stream beside training."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        """Record it in a stream."""
         self._device = device
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits takes no core
         self._event.record(stream)

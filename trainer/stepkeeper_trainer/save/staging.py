@@ -39,7 +39,6 @@ class Arena:
     """Memory of one size, touched; it grows and never shrinks."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._map: mmap.mmap | None = None
         self._registered: int | None = None
         self.tensor = torch.empty(0, dtype=torch.uint8)

@@ -38,7 +38,6 @@ class LastStep:
     """Of one rank.  The main thread calls `mark` and `forget`; another thread may call the rest between them."""
 
     def __init__(self, state: TrainingState) -> None:
-        """Know nothing."""
         self._state = state
         self._gathered: Gathered | None = None
         self._versions: list[int] = []

@@ -202,7 +202,7 @@ class Plan:
 
     def open(self) -> StepBytes:
         """Open the checkpoint.  Raises OSError."""
-        return PlainBytes(self.directory) if self.manifest is None else StepBytes(self.directory, self.manifest)
+        return _open(self.directory, self.manifest)
 
     @property
     def bytes(self) -> int:
@@ -248,7 +248,8 @@ def plan_export(
     """
     try:
         manifest = None if plain else read_manifest(directory)
-        contents = _plain_contents(directory) if manifest is None else _contents(directory, manifest)
+        with _open(directory, manifest) as source:
+            contents, sizes = _read_contents(directory, source), source.sizes
     except (ManifestError, MetadataError, StoredError) as error:
         raise DamagedStepError(str(error)) from error
     chosen = {name: entry for name, entry in contents.tensors.items() if name.startswith(prefix) and name != prefix}
@@ -260,7 +261,6 @@ def plan_export(
     left_out = Counter(_first(name) for name in (*contents.tensors, *contents.objects) if name not in chosen)
     tied = {} if keep_tied or manifest is None else _tied(manifest, chosen, prefix)
     chosen = {name: entry for name, entry in chosen.items() if name.removeprefix(prefix) not in tied}
-    sizes = _sizes(directory) if manifest is None else {name: file.bytes for name, file in manifest.files.items()}
     if problems := check_coverage(Contents(chosen, {}, ()), sizes):
         raise DamagedStepError(f"{directory}: {'; '.join(problems)}")
     target = DTYPES[dtype] if dtype is not None else None
@@ -271,6 +271,10 @@ def plan_export(
         becomes = target if target is not None and entry.dtype in safetensors.FLOATS else entry.dtype
         items += _named(name.removeprefix(prefix), entry, becomes, names)
     return Plan(directory, manifest, tuple(_shards(items, shard_bytes_max)), tied, dict(sorted(left_out.items())))
+
+
+def _open(directory: Path, manifest: Manifest | None) -> StepBytes:
+    return PlainBytes(directory) if manifest is None else StepBytes(directory, manifest)
 
 
 def _first(name: str) -> str:
@@ -305,24 +309,15 @@ def _tied(manifest: Manifest, chosen: dict[str, TensorEntry], prefix: str) -> di
     }
 
 
-def _contents(directory: Path, manifest: Manifest) -> Contents:
-    entry = manifest.files.get(METADATA_NAME)
-    if entry is None:
+def _read_contents(directory: Path, source: StepBytes) -> Contents:
+    """Read what a DCP directory says that it holds; of unknown origin, only if that comes to an end."""
+    if METADATA_NAME not in source.sizes:
         raise StoredError(f"{directory}: has no {METADATA_NAME}: not a directory of torch.distributed.checkpoint")
-    if entry.bytes > METADATA_BYTES_MAX:
-        raise StoredError(f"{directory / METADATA_NAME}: {entry.bytes} bytes is more than it can have")
-    with StepBytes(directory, manifest) as source:
-        return parse_of(directory, source.read(METADATA_NAME, 0, entry.bytes))
-
-
-def _plain_contents(directory: Path) -> Contents:
-    with PlainBytes(directory) as source:
-        size = source.sizes.get(METADATA_NAME)
-        if size is None:
-            raise StoredError(f"{directory}: has no {METADATA_NAME}: not a directory of torch.distributed.checkpoint")
-        if size > METADATA_BYTES_MAX:
-            raise StoredError(f"{directory / METADATA_NAME}: {size} bytes is more than it can have")
-        return parse_guarded(source.read(METADATA_NAME, 0, size))
+    size = source.sizes[METADATA_NAME]
+    if size > METADATA_BYTES_MAX:
+        raise StoredError(f"{directory / METADATA_NAME}: {size} bytes is more than it can have")
+    data = source.read(METADATA_NAME, 0, size)
+    return parse_guarded(data) if isinstance(source, PlainBytes) else parse_of(directory, data)
 
 
 def usual_prefix(directory: Path) -> str:
@@ -333,15 +328,11 @@ def usual_prefix(directory: Path) -> str:
         OSError: it cannot be read.
     """
     try:
-        firsts = {_first(name) for name in _plain_contents(directory).tensors}
+        with PlainBytes(directory) as source:
+            firsts = {_first(name) for name in _read_contents(directory, source).tensors}
     except (MetadataError, StoredError) as error:
         raise DamagedStepError(str(error)) from error
     return next((f"{name}." for name in MODELS if name in firsts and firsts <= {name, *TRAINING}), "")
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    with PlainBytes(directory) as source:
-        return source.sizes
 
 
 def _shards(items: list[Item], bytes_max: int) -> Iterator[tuple[Item, ...]]:

@@ -195,7 +195,6 @@ class StartTest:
     """
 
     def __init__(self, commits: Commits, size: int, rank: int, on_problem: Callable[[str], object]) -> None:
-        """Begin."""
         self._directory = _place_to_test(commits.run_directory, commits.checkpoints)
         self._size, self._rank = size, rank
         self._on_problem = on_problem

@@ -197,7 +197,6 @@ class Rate:
     """Bytes per second, of the newest measurements more than of old ones."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self.bytes_per_s: float | None = None
 
     def measured(self, size: int, seconds: float) -> None:

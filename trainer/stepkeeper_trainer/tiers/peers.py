@@ -327,7 +327,6 @@ class Refusals:
     """Reports connections that were refused, rarely: any process that reaches the port can make thousands."""
 
     def __init__(self) -> None:
-        """Nothing was told yet."""
         self._lock = threading.Lock()
         self._next_at = 0.0
         self._untold = 0

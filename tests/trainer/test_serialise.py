@@ -88,7 +88,7 @@ def test_a_tensor_of_more_than_four_gib_gets_the_fields_of_zip64() -> None:
             return one.tail[start - data_end :][:size]
         return (one.head + bytes(1 << 16))[start : start + size]
 
-    file = _Sparse(read, one.length)
+    file = _Sparse(read, len(one.head) + one.data_bytes + len(one.tail))
     archive = zipfile.ZipFile(file)
 
     info = archive.getinfo("archive/data/0")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from stepkeeper_trainer.coordinate import groups
@@ -53,7 +52,7 @@ class Resumed:
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
     directory: Path | None = None
-    changes: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # conditions of then and now that differ
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # conditions of then and now that differ
 
 
 def resume(

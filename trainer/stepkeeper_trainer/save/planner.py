@@ -235,13 +235,9 @@ def _looks(
     return found
 
 
+@collection_paused()
 def _divide(plans: list[SavePlan]) -> list[Share]:
     """Give every chunk to one rank, and say which chunks several ranks hold."""
-    with collection_paused():
-        return _divide_all(plans)
-
-
-def _divide_all(plans: list[SavePlan]) -> list[Share]:
     replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
     names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
     plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]

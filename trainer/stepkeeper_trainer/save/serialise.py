@@ -42,19 +42,10 @@ class Frame:
     data_bytes: int
     crc_at: tuple[int, int]
 
-    @property
-    def length(self) -> int:
-        """Return how long the archive is."""
-        return len(self.head) + self.data_bytes + len(self.tail)
-
-
-def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """Return the frame for a dense, contiguous tensor."""
-    return _frame(dtype, tuple(shape))
-
 
 @lru_cache(maxsize=65536)
-def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """Return the frame for a dense, contiguous tensor."""
     data_bytes = math.prod(shape) * dtype.itemsize
     archive = _Archive()
     archive.add("archive/data.pkl", _pickled(dtype, shape))
@@ -74,7 +65,6 @@ class _Archive:
         self._parts: list[bytes] = []
         self._at = 0
         self._entries: list[tuple[bytes, int, int, int]] = []  # name, CRC, bytes, where it begins
-        self._split = 0
 
     def add(self, name: str, data: bytes) -> None:
         """Append an entry."""

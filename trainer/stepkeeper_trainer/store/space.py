@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -218,7 +218,7 @@ def lacking(directory: Path, needs: Needs, *, within_s: float = ASK_WITHIN_S) ->
     """
     try:
         rooms = _within(lambda: room(directory), within_s)
-    except TimeoutError:
+    except _NoAnswerError:
         return f"{directory}: the file system has not answered for {within_s:g} s"
     except OSError as error:
         return f"{directory}: {error.strerror}"
@@ -245,27 +245,24 @@ def room(directory: Path) -> list[Room]:
 # A dummy save -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageTest:
-    """What a dummy save found."""
+    """What a dummy save found, as far as it has come."""
 
-    problem: str | None  # what is wrong, and in which act
     bytes: int
-    write_s: float | None  # written and durable
-    read_s: float | None  # from the disk, as far as the kernel lets us
-    from_disk: bool  # whether it did
+    problem: str | None = None  # what is wrong, and in which act
+    write_s: float | None = None  # written and durable
+    read_s: float | None = None  # from the disk, as far as the kernel lets us
+    from_disk: bool = False  # whether it did
     untrue: bool = False  # it gave back other bytes than it was given
 
 
 @dataclass(slots=True)
 class _Progress:
+    """How far a dummy save is."""
+
+    found: StorageTest
     act: str = "begin"
-    write_s: float | None = None
-    read_s: float | None = None
-    from_disk: bool = False
-    problem: str | None = None
-    untrue: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -274,29 +271,23 @@ def storage_test(directory: Path, *, size: int = TEST_BYTES, limit_s: float = TE
 
     A file system that hangs costs `limit_s` and no more; whatever it lets us remove afterwards is removed.
     """
-    progress = _Progress()
-
-    def work() -> None:
-        try:
-            _test(directory, size, progress)
-        except OSError as error:
-            progress.problem = f"{directory}: cannot {progress.act}: {error.strerror or error}"
-        except Exception as error:  # noqa: BLE001 - a test that was not made has not passed
-            progress.problem = f"{directory}: cannot {progress.act}: {error!r}"
-        finally:
-            progress.done.set()
-
-    threading.Thread(target=work, name="storage-test", daemon=True).start()
-    if not progress.done.wait(limit_s):
+    found = StorageTest(size)
+    progress = _Progress(found)
+    try:
+        _within(lambda: _test(directory, progress), limit_s)
+    except _NoAnswerError:
         progress.given_up.set()
         problem = f"{directory}: hangs: to {progress.act} takes longer than {limit_s:g} s for the whole test"
-        return StorageTest(problem, size, progress.write_s, progress.read_s, progress.from_disk)
-    return StorageTest(
-        progress.problem, size, progress.write_s, progress.read_s, progress.from_disk, untrue=progress.untrue
-    )
+        return replace(found, problem=problem)  # the thread may go on with its own
+    except OSError as error:
+        found.problem = f"{directory}: cannot {progress.act}: {error.strerror or error}"
+    except Exception as error:  # noqa: BLE001 - a test that was not made has not passed
+        found.problem = f"{directory}: cannot {progress.act}: {error!r}"
+    return found
 
 
-def _test(directory: Path, size: int, progress: _Progress) -> None:
+def _test(directory: Path, progress: _Progress) -> None:
+    test = progress.found
     _clear_old_tests(directory)
     own = directory / f"{TEST_PREFIX}{os.getpid()}.{uuid.uuid4().hex[:8]}"
     final = own.with_name(own.name + ".renamed")
@@ -304,29 +295,29 @@ def _test(directory: Path, size: int, progress: _Progress) -> None:
     os.mkdir(own)
     try:
         began = time.monotonic()
-        digest = _write(own / "bytes", size, progress)
+        digest = _write(own / "bytes", progress)
         progress.act = "sync a directory"
         fsync_directory(own)
         progress.act = "rename"
         os.rename(own, final)
         progress.act = "sync a directory"
         fsync_directory(directory)
-        progress.write_s = time.monotonic() - began
+        test.write_s = time.monotonic() - began
         began = time.monotonic()
         progress.act = "read back"
         found, read = _read_back(final / "bytes", progress)
-        progress.read_s = time.monotonic() - began
-        progress.untrue = found != digest
-        if read != size:
-            progress.problem = f"{directory}: gives back {read} of {size} bytes that it said were durable"
+        test.read_s = time.monotonic() - began
+        test.untrue = found != digest
+        if read != test.bytes:
+            test.problem = f"{directory}: gives back {read} of {test.bytes} bytes that it said were durable"
         elif found != digest:
-            progress.problem = f"{directory}: gives back other bytes than it was given: the storage cannot be trusted"
+            test.problem = f"{directory}: gives back other bytes than it was given: the storage cannot be trusted"
     finally:
         for path in (own, final):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(path: Path, size: int, progress: _Progress) -> str:
+def _write(path: Path, progress: _Progress) -> str:
     """Write bytes that no compression and no memory of zeros can invent; return their digest."""
     pattern = random.Random(time.time_ns()).randbytes(_PIECE_BYTES)  # noqa: S311  # no secret
     digest = xxhash.xxh3_128()
@@ -334,10 +325,10 @@ def _write(path: Path, size: int, progress: _Progress) -> str:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         progress.act = "write"
-        for number in range(-(-size // _PIECE_BYTES)):
+        for number in range(-(-progress.found.bytes // _PIECE_BYTES)):
             if progress.given_up.is_set():
                 raise TimeoutError("given up")
-            piece = (struct.pack("=Q", number) + pattern[8:])[: size - number * _PIECE_BYTES]
+            piece = (struct.pack("=Q", number) + pattern[8:])[: progress.found.bytes - number * _PIECE_BYTES]
             write_all(descriptor, piece)
             digest.update(piece)
         progress.act = "sync a file"
@@ -351,9 +342,9 @@ def _read_back(path: Path, progress: _Progress) -> tuple[str, int]:
     """Return digest and number of the bytes on the disk, past the page cache where that works."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        descriptor, progress.from_disk = os.open(path, flags | os.O_DIRECT), True
+        descriptor, progress.found.from_disk = os.open(path, flags | os.O_DIRECT), True
     except OSError:  # no such way on this file system
-        descriptor, progress.from_disk = os.open(path, flags), False
+        descriptor, progress.found.from_disk = os.open(path, flags), False
     digest, at = xxhash.xxh3_128(), 0
     buffer = mmap.mmap(-1, _PIECE_BYTES)
     try:
@@ -396,11 +387,15 @@ def suspicion(choice: Choice) -> str | None:
     )
 
 
+class _NoAnswerError(Exception):
+    pass
+
+
 def _within(ask: Callable[[], T], limit_s: float) -> T:
     """Ask on a thread.
 
     Raises:
-        TimeoutError: no answer by then; the thread is left behind.
+        _NoAnswerError: no answer by then; the thread is left behind.
     """
     answer: list[T] = []
     errors: list[Exception] = []
@@ -417,5 +412,5 @@ def _within(ask: Callable[[], T], limit_s: float) -> T:
     if errors:
         raise errors[0]
     if not answer:
-        raise TimeoutError
+        raise _NoAnswerError
     return answer[0]

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError
 from stepkeeper_trainer.formats.manifest import read_manifest
-from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.forked import ROOT, Story
 from tests.trainer.fsdp import needs_fsdp

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.formats.manifest import read_manifest
+from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer import common_scenes
 from tests.trainer.any_state import SCENES, Play, Played, play
 from tests.trainer.common_scenes import COMMON

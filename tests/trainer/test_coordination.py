@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer.formats import records
-from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.save.replicas import IN_PLACE_BYTES
 from tests.trainer.forked import POINTS, POINTS_OF_RANK_0, Ended, Story, play
 

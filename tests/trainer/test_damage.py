@@ -25,8 +25,8 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.steps import newest_verified, verify
-from stepkeeper_trainer.formats.verify import CACHE_NAME, Cache
+from stepkeeper_trainer.formats.steps import newest_verified
+from stepkeeper_trainer.formats.verify import CACHE_NAME, Cache, verify
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 

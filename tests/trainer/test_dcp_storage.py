@@ -27,7 +27,8 @@ from stepkeeper_trainer.errors import DamagedError, ResumeError, RunDirectoryErr
 from stepkeeper_trainer.formats import lease, lineage
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.messages import Committed, decode_from_rank
-from stepkeeper_trainer.formats.steps import newest_verified, verify
+from stepkeeper_trainer.formats.steps import newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer import dcp_scenes, steps_by_dcp
 from tests.trainer.forked import ROOT

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.formats.steps import list_steps, verify
+from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.scenes import Stage
 
 SCENE = "tests.trainer.ending_scenes:finishes"

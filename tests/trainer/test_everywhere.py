@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepkeeper_trainer.formats.steps import list_steps, verify
+from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.exact import Fall
 from tests.trainer.scenes import Stage
 from tests.trainer.test_exact_resume import SCENE, STEPS, Reference, _reference, check_equal, interrupt

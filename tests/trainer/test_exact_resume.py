@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.steps import StepDirectory, list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import StepDirectory, list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.exact import EVERY, MICRO_BATCHES, Fall, How
 from tests.trainer.forked import Ended
 from tests.trainer.ranks import losses

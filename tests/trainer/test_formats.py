@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from stepkeeper_trainer.formats import durable, lease, lineage, messages, records
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, ManifestError, read_manifest, seal, unseal
-from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import current_lineage, list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from tests import dcp_files
 
 CHUNK = 8

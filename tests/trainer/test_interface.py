@@ -22,7 +22,9 @@ import torch.distributed.checkpoint as dcp
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.examples.transformer import ModelSize, Transformer
-from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.formats.manifest import read_manifest
+from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.load.reader import ALONE
 from tests.trainer import old_parts
 from tests.trainer.ranks import ROOT

@@ -36,9 +36,10 @@ from stepkeeper_trainer.errors import (
     UsageError,
 )
 from stepkeeper_trainer.formats import lease, lineage, messages
-from stepkeeper_trainer.formats.manifest import seal
+from stepkeeper_trainer.formats.manifest import read_manifest, seal
 from stepkeeper_trainer.formats.records import read_outcome
-from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.observe import metrics as records
 from stepkeeper_trainer.observe.metrics import Later, Number
 from stepkeeper_trainer.store.run_directory import default_run_directory

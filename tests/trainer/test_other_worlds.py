@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper_trainer.formats.steps import verify
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.scenes import Stage
 
 SCENES = "tests.trainer.worlds"

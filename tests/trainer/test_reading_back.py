@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stepkeeper_trainer.formats.manifest import FileEntry
-from stepkeeper_trainer.formats.steps import verify
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.save import commit as committing
 from stepkeeper_trainer.save import persist
 from stepkeeper_trainer.save.writer import FilePlan

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from stepkeeper_trainer.formats import messages, records
-from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from tests.trainer.ranks import LIMIT_S, Ranks, finish, losses, steps_of, tokens, watcher_socket
 
 Uninterrupted = tuple[Path, dict[int, str]]

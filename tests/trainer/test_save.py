@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.coordinate.boundary import take_over
 from stepkeeper_trainer.errors import ResumeError, UsageError
+from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.messages import SaveRequest, encode
-from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
+from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.save import persist, planner, saver
 from stepkeeper_trainer.save import save as saves
 from stepkeeper_trainer.state import Counters, TrainingState

@@ -21,7 +21,8 @@ from stepkeeper_trainer.coordinate.cadence import parse_rule
 from stepkeeper_trainer.coordinate.requests import Periodic, Toll
 from stepkeeper_trainer.errors import NoRoomError, SaveError, UsageError
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.steps import list_steps, newest_verified, verify
+from stepkeeper_trainer.formats.steps import list_steps, newest_verified
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.save.commit import CommittedStep
 from stepkeeper_trainer.store import guard as storage
 from stepkeeper_trainer.store import retention, space

@@ -29,6 +29,7 @@ from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import Cache
@@ -247,7 +248,7 @@ def verify_step(arguments: argparse.Namespace) -> int:
             ExitCode.USAGE,
         )
     cache = Cache(directory.parent, knows=arguments.cached)
-    verdict = steps.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
+    verdict = verifying.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
     problems = list(verdict.problems)
     opened = steps.open_step(directory)
     if not problems and opened.problem:

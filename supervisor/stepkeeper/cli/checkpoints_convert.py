@@ -17,10 +17,10 @@ from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.choosing import How, State, judge
 from stepkeeper.frameworks.framework import Step
 from stepkeeper.slurm.launch import without_python
-from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.store.export import Names
 
 TORCH, DCP, UNIVERSAL = "torch", "dcp", "universal"
@@ -98,7 +98,7 @@ def _verified(source: Path) -> Path:
     """Return what is to be read: a step directory of ours, or a DCP directory; each was read and compared."""
     if not os.path.lexists(source / MANIFEST_NAME):
         return verified_dcp(source)
-    verdict = steps.verify(source)
+    verdict = verify(source)
     if verdict.problems:
         raise StepkeeperError(f"{source}: {'; '.join(verdict.problems[:3])}", ExitCode.NOT_VERIFIED)
     return source

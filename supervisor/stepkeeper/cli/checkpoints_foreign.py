@@ -16,9 +16,8 @@ from stepkeeper.frameworks.framework import Step, WorldChange, quoted
 from stepkeeper.frameworks.recognise import AUTO, Finding
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, parse_step_name
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.steps import parse_step_name
 
 NONE_FOUND = 1  # of `latest`, as on a run
 

@@ -22,7 +22,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.verify import Cache
+from stepkeeper_trainer.formats.verify import Cache, look_again
 
 METRICS_NAME = "metrics.csv"
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look
@@ -131,7 +131,7 @@ def look(entry: steps.StepDirectory, cache: Cache) -> tuple[OnDisk, tuple[str, .
     problems: tuple[str, ...]
     problems, verified = (entry.problem or "no manifest",), False
     if entry.manifest is not None:
-        problems, verified = steps.look_again(entry.path, cache)
+        problems, verified = look_again(entry.path, cache)
     found = OnDisk(
         step=entry.step,
         save_id=entry.manifest.save_id if entry.manifest is not None else "",

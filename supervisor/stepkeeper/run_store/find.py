@@ -18,8 +18,8 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
+from stepkeeper_trainer.formats.manifest import parse_step_name, step_name
 from stepkeeper_trainer.formats.plain import open_plain, trusts
-from stepkeeper_trainer.formats.steps import parse_step_name, step_name
 
 # Which jobs have worked on a run: of a chain of jobs, status and lease name the newest one only, the journal all.
 

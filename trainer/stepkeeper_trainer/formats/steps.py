@@ -15,33 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, parse_step_name, read_manifest, step_name
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, parse_step_name, read_manifest
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Cache, Verdict, look_again, verify
+from stepkeeper_trainer.formats.verify import Cache, Verdict, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 VERIFIED, COMMITTED, DAMAGED = "verified", "committed, not yet verified", "damaged"
-
-__all__ = [  # with what a caller of this module needs besides
-    "COMMITTED",
-    "DAMAGED",
-    "VERIFIED",
-    "Choice",
-    "StepDirectory",
-    "Verdict",
-    "current_lineage",
-    "entries",
-    "list_steps",
-    "look_again",
-    "newest_verified",
-    "open_step",
-    "parse_step_name",
-    "read_manifest",
-    "step_name",
-    "verify",
-]
 
 
 @dataclass(frozen=True, slots=True)

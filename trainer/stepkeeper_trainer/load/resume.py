@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
-from stepkeeper_trainer.formats.steps import (
-    Choice,
-    StepDirectory,
-    current_lineage,
-    list_steps,
-    newest_verified,
-    read_manifest,
-)
+from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
+from stepkeeper_trainer.formats.steps import Choice, StepDirectory, current_lineage, list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import Cache, join_shards, known_right, verify_shard
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load, open_manifest

@@ -135,12 +135,17 @@ class Layout:
     @property
     def contiguous(self) -> bool:
         """Whether the data is the tensor row by row, and nothing else."""
-        expected = 1
-        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.offset == 0
+        return self.offset == 0 and contiguous(self.size, self.stride)
+
+
+def contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether numbers of these strides lie one after the other in the order of their indices."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return math.prod(sizes) == 0
+        expected *= size
+    return True
 
 
 def read_head(data: bytes) -> Layout:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from stepkeeper_trainer.formats import safetensors
-from stepkeeper_trainer.formats.items import HEAD_BYTES, ItemError, read_head
+from stepkeeper_trainer.formats.items import HEAD_BYTES, ItemError, contiguous, read_head
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest
 from stepkeeper_trainer.formats.metadata import Piece, TensorEntry
 from stepkeeper_trainer.formats.plain import open_descriptor
@@ -160,16 +160,6 @@ class PlainBytes(StepBytes):
 
 
 # Numbers in the order of their indices ------------------------------------------------------------------------------
-
-
-def contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether numbers of these strides lie one after the other in the order of their indices."""
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return math.prod(sizes) == 0
-        expected *= size
-    return True
 
 
 def gather(data: memoryview, sizes: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> bytes:

@@ -272,7 +272,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
     return Tiers(
         local=environ.get("STEPKEEPER_LOCAL_TIER") or None,
         cold=environ.get("STEPKEEPER_COLD_TIER") or None,
-        megabytes_per_s=_number(environ, "STEPKEEPER_COPY_RATE"),
+        megabytes_per_s=read_number(environ, "STEPKEEPER_COPY_RATE", error=TierError),
         cold_zstd=_whole(environ, "STEPKEEPER_COLD_ZSTD"),
         local_keep=_whole(environ, "STEPKEEPER_LOCAL_KEEP") or LOCAL_KEEP,
         cold_keep=_whole(environ, "STEPKEEPER_COLD_KEEP"),
@@ -280,12 +280,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
     ).check()
 
 
-def _number(environ: Mapping[str, str], name: str) -> float | None:
-    return read_number(environ, name, error=TierError)
-
-
 def _whole(environ: Mapping[str, str], name: str) -> int | None:
-    number = _number(environ, name)
+    number = read_number(environ, name, error=TierError)
     if number is not None and not number.is_integer():
         raise TierError(f"{name}={environ[name]!r} is not a whole number: set it right, or unset it")
     return None if number is None else int(number)

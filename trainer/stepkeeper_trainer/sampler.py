@@ -62,11 +62,7 @@ class Skipping:
     def __init__(self, sampler: object, windows: tuple[LeftOut, ...], done: int, *, quiet: bool = False) -> None:
         """Prepare at `done` completed steps; what begins at or before them is in the state already.
 
-        Args:
-            sampler: of the state, or a copy of it that is read ahead.
-            windows: whose data is left out.
-            done: completed steps.
-            quiet: log nothing.
+        `sampler` is that of the state, or a copy of it that is read ahead, which is `quiet`.
         """
         self._windows = [window for window in windows if window.step > done]
         self._sampler = sampler if isinstance(sampler, Skips) else None

@@ -190,10 +190,6 @@ class Agreement:
     def raise_together(self, own: StepkeeperError | None, call: Call = Call.START) -> None:
         """Raise on all ranks what any of them has found: one that ends alone keeps the others waiting.
 
-        Args:
-            own: what this rank has found; None where all is well.
-            call: the method that all ranks are in.
-
         Raises:
             StepkeeperError: that of the lowest rank that has one, in the same words on all ranks.
         """

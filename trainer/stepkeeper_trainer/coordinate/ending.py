@@ -95,14 +95,8 @@ def conclude(
 ) -> int:
     """Return the exit code, when the last step is committed or its limit has passed.
 
-    Args:
-        ending: what to say.
-        saver: knows of saves in flight.
-        saved: step and save_id that this launch resumed from.
-        begin_save: saves the state as it is, on all ranks or none: false where one is busy until the given time.
-        agreement: brings the ranks together.
-        link: to the supervisor.
-        when_saved: what follows the last save of finished work, before that is said; by a time in Unix seconds.
+    `begin_save` saves the state as it is, on all ranks or none: false where one is busy until the given time.
+    `when_saved` is what follows the last save of finished work, before that is said; by a time in Unix seconds.
 
     Raises:
         SaveError: the work is finished, and its last step could not be saved.

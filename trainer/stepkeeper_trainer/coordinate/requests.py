@@ -124,12 +124,7 @@ class Requests:
             say("signal_forgotten", signal=received.signal.name, why="the supervisor is there, and did not ask to stop")
 
     def propose(self, rank: Proposal, *, due: bool = False) -> Proposal:
-        """Return what this rank has to say to the others: what it was asked for, besides how its saves are.
-
-        Args:
-            rank: how its saves are.
-            due: whether this rank's clock asks for a periodic save (rank 0's does).
-        """
+        """Return what this rank has to say to the others: what it was asked for, besides how its saves are."""
         idle = Want.DUE if due else Want.NOTHING
         want = Want.STOP if self.stop_asked else Want.SAVE if self._saves_asked else idle
         return replace(

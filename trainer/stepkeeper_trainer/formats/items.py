@@ -59,10 +59,7 @@ class OpcodeError(ValueError):
 def find_end(data: bytes, start: int = 0, *, tensor_item: bool = False) -> int:
     """Return where a pickle of records ends.
 
-    Args:
-        data: the pickle, and whatever comes after it.
-        start: where it begins.
-        tensor_item: it is one of `torch.save`, not `.metadata`.
+    With `tensor_item` it is one of `torch.save`, not `.metadata`; whatever comes after it is not looked at.
 
     Raises:
         OpcodeError: it is not to be read.

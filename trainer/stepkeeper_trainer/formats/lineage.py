@@ -94,9 +94,8 @@ class Lineage:
     def chain(self, manifests: Mapping[str, str | None] | None = None) -> list[str]:
         """Return the save_ids that lead to the head, newest first, as far back as anything is known.
 
-        Args:
-            manifests: parents by save_id, from the manifests on disk: they bridge a record that was torn or
-                never written.
+        `manifests` are parents by save_id, from the manifests on disk: they bridge a record that was torn or never
+        written.
         """
         chain: dict[str, None] = {}  # in order, and no loop of a damaged file is followed twice
         at = self.head
@@ -159,10 +158,8 @@ class Lineage:
 def read(checkpoints: Path, *, pruned: bool = True) -> Lineage | None:
     """Return the lineage of a `checkpoints/` directory; None where there is no file.
 
-    Args:
-        checkpoints: the directory.
-        pruned: also commits whose steps were removed on purpose.  Without them memory is bounded by the steps that are
-            there, however many saves a run has made; what is known of the others' order stays.
+    Without `pruned`, commits whose steps were removed on purpose are left out: memory is bounded by the steps that are
+    there, however many saves a run has made; what is known of the others' order stays.
 
     Raises:
         OSError: the file is there and cannot be read.

@@ -317,9 +317,7 @@ def _is_count(value: Any) -> bool:
 def check_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[str]:
     """Say what is missing for every tensor to be read in full: nothing is the empty list.
 
-    Args:
-        contents: of `.metadata`.
-        sizes: bytes of each file, by its name in the step directory.
+    `sizes` are the bytes of each file, by its name in the step directory.
     """
     problems = []
     for problem in _uncovered(contents, sizes):

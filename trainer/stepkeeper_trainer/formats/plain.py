@@ -121,9 +121,7 @@ def trusts(owner: int, found: int) -> bool:
 def naming(path: str | os.PathLike[str], *, always: bool = False) -> Iterator[None]:
     """Have an error of the system name its file: calls on descriptors do not, and "No space left" alone helps nobody.
 
-    Args:
-        path: of the file.
-        always: also where the error names something: relative to a descriptor it is the end of the path only.
+    With `always` also where the error names something: relative to a descriptor it is the end of the path only.
 
     Raises:
         OSError: as it was, with the name.

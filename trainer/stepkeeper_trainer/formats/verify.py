@@ -94,10 +94,7 @@ class Cache:
     def known(self, manifest_digest: str, wanted: Iterable[Fact], *, own_only: bool = False) -> set[Fact]:
         """Return which of `wanted` were found right once.
 
-        Args:
-            manifest_digest: of the step, which names its record.
-            wanted: facts of files as they are now.
-            own_only: by this step's record; otherwise by any, for steps can share files by links.
+        With `own_only` by this step's record; otherwise by any, for steps can share files by links.
         """
         if not self._knows:
             return set()
@@ -125,11 +122,7 @@ class Cache:
     ) -> bool:
         """Record files whose every byte was read and right, and those that are wrong; false where that is impossible.
 
-        Args:
-            manifest_digest: of the step's manifest.
-            facts: by name, taken before the bytes were read and unchanged after.
-            read_at: Unix seconds, before the first byte was read.
-            wrong: by name, what is wrong with a file, and its fact.
+        Facts were taken before the bytes were read, from `read_at` on, and are unchanged after.
         """
         settled = {name: fact for name, fact in facts.items() if fact[3] / 1e9 < read_at - SETTLED_S}
         if not (settled or wrong) or not self._ours():

@@ -215,14 +215,8 @@ def load_initial(
 ) -> None:
     """Fill the modules of a state from `source`, on all ranks together.
 
-    Args:
-        source: a directory of plain DCP, a safetensors file, or a directory of those.
-        state: whose modules are filled.
-        agreement: of the ranks.
-        strict: whether each tensor of the modules must be there, and no other one of theirs.
-        with_optimizer: fill the optimizers too, from a directory of DCP.
-        limits: threads and memory.
-        manifest: of `source`, where it has one: every byte is verified.
+    With `strict` each tensor of the modules must be there, and no other one of theirs.  With a `manifest` every byte is
+    verified.
 
     Raises:
         ResumeError: it is not there, or of another model.

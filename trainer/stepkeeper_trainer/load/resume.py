@@ -190,10 +190,6 @@ def _is_training_step(reader: CheckedReader, directory: Path) -> bool:
 def choose_limits(gib: float | None, *, ranks: int) -> Limits:
     """Return what loading may take on one of so many ranks of a node.
 
-    Args:
-        gib: of the node, as the script says.
-        ranks: on this node.
-
     Raises:
         UsageError: it is no size.
     """

@@ -265,13 +265,8 @@ def fill(
 ) -> int:
     """Copy what is wanted out of a step directory, and return how many bytes were read.
 
-    Args:
-        directory: the step directory.
-        manifest: of it.
-        wanted: what to copy, and where to.
-        limits: threads and memory.
-        turn: in [0, 1): where in the work to begin.  Ranks of a node that read the same begin at different places:
-            what one has read is in the page cache for the others.
+    `turn`, in [0, 1), says where in the work to begin.  Ranks of a node that read the same begin at different places:
+    what one has read is in the page cache for the others.
 
     Raises:
         DamagedError: some byte is not what the manifest says, or cannot be read.  Targets may be filled in part.

@@ -149,10 +149,7 @@ def comparable_losses(run_directory: Path, after: int, windows: tuple[LeftOut, .
 def recorded_losses(run_directory: Path, after: int, *, newest: bool = False) -> dict[int, float]:
     """Return the losses of the steps after one; a later row of a step counts.  Nothing where they cannot be read.
 
-    Args:
-        run_directory: of the run.
-        after: the step that training resumed from.
-        newest: of the newest state only: a row leaves nothing of what was recorded of its step and later ones.
+    With `newest` of the newest state only: a row leaves nothing of what was recorded of its step and later ones.
     """
     try:
         with open_plain(run_directory / METRICS_NAME, within=run_directory) as file:

@@ -90,8 +90,7 @@ class Metrics:
     def sync(self, limit_at: float | None = None) -> bool:
         """Make all rows taken so far durable; true if they are.
 
-        Args:
-            limit_at: when the caller must be done, Unix seconds: half of the time is left to it.
+        With a limit (Unix seconds) half of the time is left to the caller.
         """
         within_s = SYNC_WITHIN_S
         if limit_at is not None:

@@ -201,12 +201,8 @@ class Commits:
     ) -> Path:
         """Turn a complete save in flight into a step directory, and return where it is.
 
-        Args:
-            directory: the save in flight.
-            manifest: of all that is in it.
-            world_size: how many ranks have reported.
-            after: save_id of the newest commit, for the lineage: the manifest's own parent may never have come here.
-            before_line: called right before the lineage's line, by an attempt that still counts.
+        `after` is the save_id of the newest commit, for the lineage: the manifest's own parent may never have come
+        here.  `before_line` is called right before the lineage's line, by an attempt that still counts.
 
         Raises:
             SaveError: files are there that the manifest does not name, or the other way round.

@@ -116,12 +116,8 @@ class Planner:
     ) -> Share:
         """Return this rank's share.  All ranks call it; `tensors` are looked at, and not read.
 
-        Args:
-            tensors: the state.
-            changed: its layout is another than at the last call.
-            problem: why this rank cannot write at all.
-            within_s: how long the other ranks are waited for.
-            contents: hashes of values, by which ranks that hold different ones are told apart.
+        `changed` says that the layout is another than at the last call, and `problem` why this rank cannot write at
+        all.  By `contents`, hashes of values, ranks that hold different ones are told apart.
 
         Raises:
             DividedError: names have several values: `divided` says how they are saved.

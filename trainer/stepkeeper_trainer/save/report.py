@@ -115,12 +115,7 @@ def gather(
 ) -> list[RankReport]:
     """Wait until every rank has reported.
 
-    Args:
-        directory: the save in flight.
-        save_id: reports of any other save are an error.
-        world_size: how many ranks report.
-        limit_at: Unix seconds.
-        given_up: asked while waiting, with the ranks that have not reported; a text says why they never will.
+    `given_up` is asked while waiting, with the ranks that have not reported.
 
     Raises:
         SaveError: a rank failed, or was not heard of in time.

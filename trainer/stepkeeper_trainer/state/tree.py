@@ -580,12 +580,7 @@ def target_of(
 ) -> torch.Tensor:
     """Return a tensor to load a value of a tree into, on the device that it was on, and sharded as it was.
 
-    Args:
-        name: of the value.
-        place: what `tensor_places` says of it.
-        entry: what the checkpoint has of it.
-        like: what the script has there now: another sharding is a resharding.
-        meshes: those that the script has.
+    `place` is what `tensor_places` says of it, `like` what the script has there now: another sharding is a resharding.
 
     Raises:
         ResumeError: it was sharded over a mesh that the script does not have.

@@ -362,11 +362,8 @@ def export(
 ) -> list[Written]:
     """Write the files below `target`, which must not exist (an empty directory may).
 
-    Args:
-        plan: what to write.
-        target: where; it gets its name when all is written and durable.
-        copies: files to put beside the tensors, such as the model's `config.json`.
-        progress: called with the number of bytes each time some are written.
+    `target` gets its name when all is written and durable.  `copies` are files to put beside the tensors, such as the
+    model's `config.json`.
 
     Raises:
         DamagedStepError: a chunk of the step directory is not what its manifest says.

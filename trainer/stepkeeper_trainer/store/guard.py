@@ -107,14 +107,8 @@ class Guard:
     ) -> None:
         """Prepare.
 
-        Args:
-            checkpoints: where saves go.
-            rank: the first asks for all whether there is room; each waits for its own failures.
-            world_size: number of ranks.
-            last: the save that this launch resumed from, to estimate the next one.
-            on_trouble: called when the storage has failed: something may be removed.
-            clock: seconds, monotonic.
-            backoff: how long to wait.
+        The first rank asks for all whether there is room, by the save that this launch resumed from (`last`); each
+        waits for its own failures.  `on_trouble` is called when the storage has failed: something may be removed.
         """
         self._checkpoints = checkpoints
         self._rank, self._world_size = rank, world_size

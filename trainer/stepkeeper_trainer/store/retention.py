@@ -257,11 +257,7 @@ def remove(
 ) -> Outcome:
     """Rename what the plan removes, oldest first; `empty_trash` frees the space afterwards.
 
-    Args:
-        checkpoints: the directory.
-        plan: of `decide`.
-        candidates: that it was made from.
-        fence: called before each rename; raises where another attempt has taken over.
+    `fence` is called before each rename; it raises where another attempt has taken over.
 
     Raises:
         OSError: the disk refuses; what was renamed before stays so.

@@ -223,12 +223,7 @@ def record_left_out(
     A supervisor that goes back has recorded it.  This is for what it cannot know: there was nothing to go back from,
     the sampler cannot leave out anything, or nobody told the launch (it runs without a supervisor).
 
-    Args:
-        checkpoints: the `checkpoints/` directory of the run.
-        sampler: of the run, with its state loaded.
-        windows: that the launch is told to leave out.
-        done: completed steps.
-        attempt: of the run.
+    `sampler` has its state loaded; `windows` are those that the launch is told to leave out.
 
     Raises:
         OSError: the lineage cannot be read or written.

@@ -211,10 +211,7 @@ def estimate(last: Manifest | None, *, state_bytes: int = 0, world_size: int = 1
 def lacking(directory: Path, needs: Needs, *, within_s: float = ASK_WITHIN_S) -> str | None:
     """Say why a save of that size would not fit; None where it would, or where nobody can tell.
 
-    Args:
-        directory: on the file system in question; it exists.
-        needs: of the save.
-        within_s: how long the file system may take to answer; a later answer is a problem of its own.
+    The file system may take `within_s` to answer; a later answer is a problem of its own.
     """
     try:
         rooms = _within(lambda: room(directory), within_s)

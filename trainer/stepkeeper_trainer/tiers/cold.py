@@ -64,16 +64,8 @@ class ColdCopies:
     ) -> None:
         """Start the thread.
 
-        Args:
-            cold: where steps go.
-            shared: the run's step directories.
-            local: this node's disk: files are read from there where they are.
-            rank: 0 chooses and commits.
-            world_size: how many send.
-            pace: of this rank's copies.
-            fence: raises where this attempt must not commit any more.
-            after: called on rank 0 when a step has arrived.
-            retry_s: after a failure; it doubles.
+        Files are read from this node's disk where they are.  `fence` raises where this attempt must not commit any
+        more; `after` is called on rank 0 when a step has arrived.
         """
         self._cold, self._shared, self._local = cold, shared, local
         self._rank, self._world_size = rank, world_size

@@ -43,14 +43,8 @@ def copy_step(
 ) -> Pushed:
     """Copy a whole step and commit it.
 
-    Args:
-        source: where it is.
-        held: which one.
-        target: where it goes.
-        pace: at most so fast.
-        should_stop: asked between chunks.
-        before_commit: the last word before the step counts; it raises where it must not (a newer attempt rules).
-        despite: directories of the target that are damaged: a copy there is no reason not to make another.
+    `before_commit` raises where the step must not count (a newer attempt rules).  Directories of `despite` are damaged:
+    a copy there is no reason not to make another.
 
     Raises:
         DamagedCopyError: the source's bytes are wrong, or the target's read back otherwise: nothing was committed.

@@ -53,10 +53,7 @@ class DirectoryTier:
     def __init__(self, checkpoints: Path, *, attempt: int = 0, read_back: bool = True) -> None:
         """Make nothing yet.
 
-        Args:
-            checkpoints: where the step directories are.
-            attempt: of the run, for the lineage.
-            read_back: read what was written before it counts, from the disk and not from memory.
+        With `read_back` what was written is read before it counts, from the disk and not from memory.
         """
         self.checkpoints = checkpoints
         self.attempt = attempt

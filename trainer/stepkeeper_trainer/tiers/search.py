@@ -94,8 +94,7 @@ class Gatherer:
     def newer_than(self, chosen: Manifest | None) -> str | None:
         """Bring the newest whole step that is newer than `chosen`; return its directory's name below `checkpoints/`.
 
-        Args:
-            chosen: what shared storage has; the same on all ranks.
+        `chosen` is what shared storage has; the same on all ranks.
         """
         found = self._from_nodes(chosen) if self._local is not None else None
         if found is None and self._cold is not None:

@@ -154,12 +154,7 @@ def newest_anywhere(
     in the order of `others`.  Every byte is checked, in place or on its way.  A damaged or unreachable copy is passed
     over and told; nothing is removed.
 
-    Args:
-        home: from which all ranks can read.
-        others: where else to look, nearest first.
-        counts: whether a step is on the run's lineage, where tiers do not know of a rollback.
-        pace: of bytes that are brought back.
-        should_stop: asked between chunks.
+    `counts` says whether a step is on the run's lineage, where tiers do not know of a rollback.
     """
     passed_over: list[str] = []
     damaged: set[str] = set()  # directories of `home`

@@ -127,9 +127,7 @@ class Tier(Protocol):
     def staging(self, held: Held, *, despite: Collection[str] = ()) -> Staging:
         """Begin to take in a step, or go on where an earlier try ended.
 
-        Args:
-            held: the step.
-            despite: directories of this tier that are damaged: they do not count as a copy that is there already.
+        Directories of `despite` are damaged: they do not count as a copy that is there already.
         """
         ...
 

@@ -86,15 +86,8 @@ class Uploader:
     ) -> None:
         """Start the threads.
 
-        Args:
-            local: this node's disk.
-            rank: 0 commits.
-            leads: the first rank of its node.
-            shared: the run's `checkpoints/`.
-            pace: of this rank's copies.
-            ranks: of this node: there must be room for all of them.
-            on_local: told of each step that this node has, on the leading rank.
-            retry_s: after a failed copy; it doubles.
+        `leads`: this is the first rank of its node, of so many `ranks`, for all of which there must be room.
+        `on_local` is told of each step that this node has, on the leading rank.
         """
         self.local = local
         self._rank, self._leads, self._shared, self._pace = rank, leads, shared, pace

@@ -64,11 +64,7 @@ def is_number(value: Any) -> bool:
 
 
 def to_number(dtype: str, value: Any) -> Any:
-    """Return a number of NumPy.
-
-    Raises:
-        ImportError: NumPy is not there.
-    """
+    """Return a number of NumPy.  Raises ImportError."""
     return importlib.import_module("numpy").dtype(dtype).type(value)
 
 
@@ -83,11 +79,7 @@ def from_array(array: Any) -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> Any:
-    """Return a copy of a tensor as a NumPy array.
-
-    Raises:
-        ImportError: NumPy is not there.
-    """
+    """Return a copy of a tensor as a NumPy array.  Raises ImportError."""
     numpy = importlib.import_module("numpy")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return numpy.frombuffer(view_bytes(tensor.contiguous()), dtype=dtype).reshape(tensor.shape).copy()

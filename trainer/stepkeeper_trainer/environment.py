@@ -64,11 +64,7 @@ class Place:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Read the variables of Stepkeeper.
-
-    Raises:
-        UsageError: a number is none.
-    """
+    """Read the variables of Stepkeeper.  Raises UsageError."""
     job_id = environ.get("SLURM_JOB_ID")
     restarts = _integer(environ, "SLURM_RESTART_COUNT", 0)
     run_directory = environ.get("STEPKEEPER_RUN_DIR")

@@ -79,10 +79,6 @@ class NoRoomError(SaveError):
 
 
 def check_seconds(name: str, value: float) -> None:
-    """Refuse a time limit that nothing can keep.
-
-    Raises:
-        UsageError: which.
-    """
+    """Refuse a time limit that nothing can keep.  Raises UsageError."""
     if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         raise UsageError(f"{name}={value!r}: give a number of seconds above 0")

@@ -124,11 +124,7 @@ class MicroBatches:
     """Yields indices for ever, from where training is when the iterator is made; data to be left out is left out."""
 
     def __init__(self, sampler: GlobalSampler, *, batch: int, micro_batch: int, rank: int, world_size: int) -> None:
-        """Share the batch of all ranks.
-
-        Raises:
-            UsageError: the ranks cannot share it evenly.
-        """
+        """Share the batch of all ranks.  Raises UsageError."""
         accumulation_steps(batch, micro_batch, world_size)
         self._sampler = sampler
         self._batch, self._micro_batch = batch, micro_batch
@@ -171,11 +167,7 @@ class MeshLoader:
     """
 
     def __init__(self, loader: Stateful, mesh: DeviceMesh) -> None:
-        """Take a loader with `state_dict` and `load_state_dict`, and the mesh of `data_rank`.
-
-        Raises:
-            UsageError: this process is not in the mesh.
-        """
+        """Take a loader with `state_dict` and `load_state_dict`, and the mesh of `data_rank`.  Raises UsageError."""
         self.loader = loader
         self.rank, self.degree = data_rank(mesh)
 

@@ -173,11 +173,7 @@ class Agreement:
         return received[: len(values)]
 
     def check_alike(self, **settings: object) -> None:
-        """Refuse what ranks must have alike, and have not; all ranks call it.
-
-        Raises:
-            UsageError: which setting, and on which ranks.
-        """
+        """Refuse what ranks must have alike, and have not; all ranks call it.  Raises UsageError."""
         every_rank = self.gather(settings)
         for name in settings:
             others = [rank for rank, each in enumerate(every_rank) if each[name] != every_rank[0][name]]
@@ -272,11 +268,7 @@ def _between(first: int, last: int) -> str:
 
 
 def _wait(work: Any, seconds: float, call: Call) -> bool:
-    """Wait for a collective; false while it is not complete.
-
-    Raises:
-        RankEndedError: it failed.
-    """
+    """Wait for a collective; false while it is not complete.  Raises RankEndedError."""
     try:
         work.wait(timedelta(seconds=max(0.001, seconds)))
     except RuntimeError as error:

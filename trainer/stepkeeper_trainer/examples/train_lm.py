@@ -151,11 +151,7 @@ def schedule(step: int, options: argparse.Namespace) -> float:
 
 
 def check(options: argparse.Namespace, place: Place) -> None:
-    """Refuse settings that cannot work.
-
-    Raises:
-        UsageError: what is wrong.
-    """
+    """Refuse settings that cannot work.  Raises UsageError."""
     accumulation_steps(options.batch, options.micro_batch, place.world_size)
     if options.width % options.heads:
         raise UsageError(f"--width {options.width} is no multiple of --heads {options.heads}")

@@ -111,11 +111,7 @@ def raw_file(directory: Path, rank: int, recorder: str) -> Path:
 
 
 def decode_account(data: bytes) -> Account:
-    """Read what a rank wrote.
-
-    Raises:
-        DecodeError: it is damaged.
-    """
+    """Read what a rank wrote.  Raises DecodeError."""
     return decode(_account, data)
 
 

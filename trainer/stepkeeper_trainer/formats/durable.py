@@ -30,11 +30,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path, *, mode: int = 0o777) -> None:
-    """Make a directory and those above it that are missing, and make their names durable.
-
-    Raises:
-        OSError: they cannot be made.
-    """
+    """Make a directory and those above it that are missing, and make their names durable.  Raises OSError."""
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     os.makedirs(path, mode=mode, exist_ok=True)
     for each in missing:

@@ -108,11 +108,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def unseal(data: bytes, *, source: str) -> Manifest:
-    """Parse and check the bytes of a `MANIFEST.json`; `source` names it in errors.
-
-    Raises:
-        ManifestError: what is wrong, with which manifest.
-    """
+    """Parse and check the bytes of a `MANIFEST.json`; `source` names it in errors.  Raises ManifestError."""
     try:
         check_format(data, newest=FORMAT)  # a newer one may be sealed otherwise
     except NewerFormatError as error:

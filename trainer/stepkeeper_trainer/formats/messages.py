@@ -203,11 +203,7 @@ def encode(message: FromRank | ToRank) -> bytes:
 
 
 def decode_from_rank(data: bytes) -> FromRank | None:
-    """Parse a datagram of a rank; None for one that this version does not know.
-
-    Raises:
-        DecodeError: not JSON at all.
-    """
+    """Parse a datagram of a rank; None for one that this version does not know.  Raises DecodeError."""
     try:
         return decode(_from_rank, data)
     except MismatchError:
@@ -215,11 +211,7 @@ def decode_from_rank(data: bytes) -> FromRank | None:
 
 
 def decode_to_rank(data: bytes) -> ToRank | None:
-    """Parse a datagram to a rank; None for one that this version does not know.
-
-    Raises:
-        DecodeError: not JSON at all.
-    """
+    """Parse a datagram to a rank; None for one that this version does not know.  Raises DecodeError."""
     try:
         return decode(_to_rank, data)
     except MismatchError:

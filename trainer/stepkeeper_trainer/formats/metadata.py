@@ -213,11 +213,7 @@ def parse_guarded(data: bytes) -> Contents:
 
 
 def parse(data: bytes) -> Contents:
-    """Read the bytes of a `.metadata` without running anything of it.
-
-    Raises:
-        MetadataError: why it cannot be used.
-    """
+    """Read the bytes of a `.metadata` without running anything of it.  Raises MetadataError."""
     try:
         with collection_paused():
             find_end(data)

@@ -64,11 +64,7 @@ def some(names: list[str]) -> str:
 
 
 def find_tensors(source: Path) -> dict[str, tuple[Path, safetensors.Slot]]:
-    """Return where each tensor is; headers are checked before any byte is used.
-
-    Raises:
-        DamagedError: a file is damaged or missing.
-    """
+    """Return where each tensor is; headers are checked before any byte is used.  Raises DamagedError."""
     slots: dict[str, tuple[Path, safetensors.Slot]] = {}
     try:
         for path in safetensors.find_files(source):

@@ -50,11 +50,7 @@ class Metrics:
     """Takes rows at once, and writes them in order beside training."""
 
     def __init__(self, run_directory: Path, attempt: int, launch: int) -> None:
-        """Open the file; a torn last line of a killed writer is closed.
-
-        Raises:
-            RunDirectoryError: it cannot be opened.
-        """
+        """Open the file; a torn last line of a killed writer is closed.  Raises RunDirectoryError."""
         self._tail = f"{attempt},{launch}\n"
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
@@ -258,11 +254,7 @@ class Records:
 def begin_records(
     counters: Counters, run_directory: Path, environment: Environment, tracker: Tracker | None
 ) -> Records:
-    """Open `metrics.csv`, and have a tracker hear what is written there.
-
-    Raises:
-        RunDirectoryError: the file cannot be opened.
-    """
+    """Open `metrics.csv`, and have a tracker hear what is written there.  Raises RunDirectoryError."""
     metrics = Metrics(run_directory, environment.attempt, environment.launch)
     trackers = Trackers(tracker, run_directory) if tracker is not None else None
     return Records(counters, metrics, trackers, run_directory=run_directory)

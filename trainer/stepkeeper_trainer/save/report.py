@@ -70,11 +70,7 @@ def encode_items(items: tuple[Item, ...]) -> msgspec.Raw:
 
 
 def decode_items(report: RankReport) -> tuple[Item, ...]:
-    """Return the items of a report.
-
-    Raises:
-        SaveError: they do not parse.
-    """
+    """Return the items of a report.  Raises SaveError."""
     try:
         return decode(_items, bytes(report.items))
     except DecodeError as error:

@@ -442,11 +442,7 @@ class Devices:
                 mark.hold_training()
 
     def finish(self) -> None:
-        """Wait until the places hold everything, and let go of what was copied.
-
-        Raises:
-            RuntimeError: a device has failed.
-        """
+        """Wait until the places hold everything, and let go of what was copied.  Raises RuntimeError."""
         try:
             for mark in self._marks:
                 mark.wait()

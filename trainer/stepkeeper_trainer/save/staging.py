@@ -205,11 +205,7 @@ class Staging:
         return self.signature is not None and self.signature.is_of(tensors)
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Learn the layout of a state; `regroup` then places it.
-
-        Raises:
-            StateError: a tensor cannot be saved.
-        """
+        """Learn the layout of a state; `regroup` then places it.  Raises StateError."""
         self.signature = None
         kinds: dict[str, Kind] = {}
         for name, tensor in tensors.items():
@@ -306,11 +302,7 @@ class Staging:
         self._devices.hold_training()
 
     def finish(self) -> None:
-        """Wait until the arena holds everything (in the save's thread).
-
-        Raises:
-            RuntimeError: a device has failed.
-        """
+        """Wait until the arena holds everything (in the save's thread).  Raises RuntimeError."""
         self._devices.finish()
 
     def hash_of(self, name: str) -> Hash | None:

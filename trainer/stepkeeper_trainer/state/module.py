@@ -440,11 +440,7 @@ def _has_extra(names: tuple[str, ...]) -> bool:
 
 
 def _check_loadable(key: str, value: Any) -> None:
-    """Refuse what a new process of the script could not load.
-
-    Raises:
-        StateError: what to do.
-    """
+    """Refuse what a new process of the script could not load.  Raises StateError."""
     if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
         raise StateError(f"{key} has no shape before the first call: call the module once before resume()")
     own = check_dense(key, value)

@@ -174,11 +174,7 @@ class OptimizerPart:
         return self.optimizer.state
 
     def collect(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """Put its tensors into `tensors`, and return the rest as JSON.
-
-        Raises:
-            StateError: something cannot be saved.
-        """
+        """Put its tensors into `tensors`, and return the rest as JSON.  Raises StateError."""
         optimizer, state = self.optimizer, self._state
         self._note_groups()
         self.filled = bool(state)
@@ -406,11 +402,7 @@ class OptimizerPart:
                     here[key] = _of_its_type(here[key], value)
 
     def _add_groups(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the groups anew that training had added, with their options.
-
-        Raises:
-            ResumeError: the optimizer refuses one.
-        """
+        """Make the groups anew that training had added, with their options.  Raises ResumeError."""
         added, self._added = self._added, []
         for group, then in zip(added, saved[len(saved) - len(added) :], strict=True):
             try:

@@ -340,11 +340,7 @@ class TrainingState:
             raise ResumeError(f"{part.name} needs {error.args[0]}, which the checkpoint does not hold") from error
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what was loaded; the generators come last, and nothing may draw after them.
-
-        Raises:
-            ResumeError: a part refuses its state.
-        """
+        """Take over what was loaded; the generators come last, and nothing may draw after them.  Raises ResumeError."""
         for name, part in self.parts.items():
             skeleton, targets = self._saved[name]
             part.apply(skeleton, targets)
@@ -492,11 +488,7 @@ class TrainingState:
 
 
 def _check_names(state: Mapping[str, Any]) -> None:
-    """Refuse names that would be others' in a step directory.
-
-    Raises:
-        UsageError: which.
-    """
+    """Refuse names that would be others' in a step directory.  Raises UsageError."""
     for name in state:
         if (
             not isinstance(name, str)

@@ -363,11 +363,7 @@ def to_blob(skeleton: Any) -> torch.Tensor:
 
 
 def from_blob(blob: torch.Tensor, *, name: str) -> Any:
-    """Read a tensor of `to_blob`.
-
-    Raises:
-        DamagedError: it is no JSON.
-    """
+    """Read a tensor of `to_blob`.  Raises DamagedError."""
     try:
         return json.loads(bytes(view_bytes(blob.contiguous())) or b"null")
     except ValueError as error:
@@ -472,11 +468,7 @@ class StatefulPart:
         }
 
     def apply(self, skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what was saved.
-
-        Raises:
-            ResumeError: the object refuses it.
-        """
+        """Take back what was saved.  Raises ResumeError."""
         if isinstance(skeleton, dict) and EACH_RANK in skeleton:
             states = join(skeleton[EACH_RANK], tensors)
             state = self._call("reshard", states, self._rank, self._world_size)

@@ -143,11 +143,7 @@ class Guard:
         """Nothing is under way."""
 
     def check_room(self, tensors: Mapping[str, torch.Tensor], limit_at: float) -> None:
-        """See whether a save that nobody waits for fits.  Asked on rank 0, and never for long.
-
-        Raises:
-            NoRoomError: what lacks, how much, and where.
-        """
+        """See whether a save that nobody waits for fits.  Asked on rank 0, and never for long.  Raises NoRoomError."""
         if self._rank != 0:
             return
         size = sum(tensor.nbytes for tensor in tensors.values()) if self._last is None else 0

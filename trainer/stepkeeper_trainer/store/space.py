@@ -74,11 +74,7 @@ class Account:
 
 
 def ask(directory: Path) -> list[Room]:
-    """Return what is limited there; quotas that cannot be asked for are left out.
-
-    Raises:
-        OSError: the directory is not there.
-    """
+    """Return what is limited there; quotas that cannot be asked for are left out.  Raises OSError."""
     found = []
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

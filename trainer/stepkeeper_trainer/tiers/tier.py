@@ -194,11 +194,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     peers: bool = False  # each node's files are also kept by the next node
 
     def check(self) -> Tiers:
-        """Return itself.
-
-        Raises:
-            TierError: what is wrong with which setting.
-        """
+        """Return itself.  Raises TierError."""
         if self.local is not None and not os.path.isabs(os.path.expanduser(self.local)):
             raise TierError(f"local tier {self.local}: an absolute path is wanted: it is one on each node's own disk")
         if self.cold is not None:
@@ -262,11 +258,7 @@ def check_place(where: str) -> None:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
-    """Read what `stepkeeper run` tells the ranks; these are its settings' own variables.
-
-    Raises:
-        TierError: a value makes no sense.
-    """
+    """Read what `stepkeeper run` tells the ranks; these are its settings' own variables.  Raises TierError."""
     return Tiers(
         local=environ.get("STEPKEEPER_LOCAL_TIER") or None,
         cold=environ.get("STEPKEEPER_COLD_TIER") or None,

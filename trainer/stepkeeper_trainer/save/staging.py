@@ -197,7 +197,6 @@ class Staging:
         self.signature: Signature | None = None
         self._kinds: dict[str, Kind] = {}
         self._taken: Signature | None = None
-        self._whole = False  # no tensor is a DTensor
         self._place([], [])
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -256,7 +255,6 @@ class Staging:
                     places.append(flat[piece.data : piece.tail].view(dtype).view(shape))
         self._place(names, places)
         self.layout, self.signature = layout, self._taken
-        self._whole = self._taken is not None and self._taken.specs is None
 
     def copy(self, tensors: Mapping[str, torch.Tensor], early: frozenset[str] = frozenset()) -> None:
         """Copy the state as it is now; call `finish` before the arena is read.
@@ -318,7 +316,8 @@ class Staging:
 
     def _local(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         values = list(tensors.values())
-        return values if self._whole else [local(tensor) for tensor in values]
+        sharded = self.signature is None or self.signature.specs is not None
+        return [local(tensor) for tensor in values] if sharded else values
 
     def _has_gpu(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         return self._device and any(local(tensor).is_cuda for tensor in tensors.values())
@@ -326,7 +325,7 @@ class Staging:
     def _place(self, names: list[str], places: list[torch.Tensor]) -> None:
         """Know where each tensor is copied to."""
         number = {name: n for n, name in enumerate(self._kinds)}
-        self._places, self._order = places, [number[name] for name in names]
+        self._order = [number[name] for name in names]
         self._copier = Copier(places, self._order)
         self._devices.place(names, places)
 

@@ -81,10 +81,8 @@ def test_many_small_tensors_are_copied_by_several_threads_and_all_arrive() -> No
     staging.copy(tensors)
 
     assert set(threading.enumerate()) <= before
-    for name in ("0", "1", str(MANY), str(3 * MANY - 1), "large"):
+    for name in (*map(str, range(100)), str(MANY), str(3 * MANY - 1), "large"):
         assert torch.equal(staged(staging, name), tensors[name])
-    for _, place in zip(range(100), staging._places, strict=False):
-        assert place.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,6 @@ class Ending:
     limit_at: float  # Unix seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """How the ranks end together."""
-
-    agreement: Agreement
-    roll: RollCall  # finds out which of them have ended
-
-
 def conclude(
     ending: Ending,
     *,
@@ -102,7 +94,7 @@ def conclude(
         SaveError: the work is finished, and its last step could not be saved.
     """
     roll = RollCall(agreement.group, saver.ended)
-    problem = _save(ending, saver, saved, begin_save, _Together(agreement, roll))
+    problem = _save(ending, saver, saved, begin_save, agreement=agreement, roll=roll)
     roll.close()
     saved_here, save_id = problem is None, None
     if saved_here:
@@ -128,22 +120,24 @@ def _save(
     saver: Saver,
     saved: tuple[int, str] | None,
     begin_save: Callable[[float], bool],
-    ranks: _Together,
+    *,
+    agreement: Agreement,
+    roll: RollCall,
 ) -> str | None:
     """Bring the step at hand to disk; say why it is not there, as far as this rank can know."""
     here = saver.last.summary.step if saver.last is not None else saved[0] if saved is not None else None
-    ok = saver.wait_shared(ending.limit_at, ranks.roll)  # the one in flight, of this step or an older one
+    ok = saver.wait_shared(ending.limit_at, roll)  # the one in flight, of this step or an older one
     problem = "not in time"
     for attempt in range(SAVE_ATTEMPTS_MAX):
         if attempt or here != ending.step:  # the same on all ranks: they count and agree alike
             try:
-                ok = begin_save(ending.limit_at) and saver.wait_shared(ending.limit_at, ranks.roll)
+                ok = begin_save(ending.limit_at) and saver.wait_shared(ending.limit_at, roll)
             except RuntimeError as error:
                 warn("rank_lost", why=str(error).splitlines()[0])
                 ok = False
         problem = saver.problem or problem
         try:
-            verdict = _all_agree(_judge(ok, attempt, ending), ending, ranks.agreement, lost=bool(saver.ended))
+            verdict = _all_agree(_judge(ok, attempt, ending), ending, agreement, lost=bool(saver.ended))
         except RuntimeError as error:
             warn("rank_lost", why=str(error).splitlines()[0])
             if ok and ending.rank == 0:

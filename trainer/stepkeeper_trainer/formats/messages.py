@@ -8,12 +8,13 @@ that it does not know, so that a rank and a watcher one version apart understand
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from stepkeeper_trainer.formats.plain import MismatchError, decode
 
+T = TypeVar("T")
 MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
 TEXT_CHARACTERS_MAX = 200  # of free text in a message
 _CHARACTER_BYTES_MAX = 6  # in JSON
@@ -204,15 +205,16 @@ def encode(message: FromRank | ToRank) -> bytes:
 
 def decode_from_rank(data: bytes) -> FromRank | None:
     """Parse a datagram of a rank; None for one that this version does not know.  Raises DecodeError."""
-    try:
-        return decode(_from_rank, data)
-    except MismatchError:
-        return None
+    return _decode(_from_rank, data)
 
 
 def decode_to_rank(data: bytes) -> ToRank | None:
     """Parse a datagram to a rank; None for one that this version does not know.  Raises DecodeError."""
+    return _decode(_to_rank, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T | None:
     try:
-        return decode(_to_rank, data)
+        return decode(decoder, data)
     except MismatchError:
         return None

@@ -1,6 +1,6 @@
 """What can go wrong in a rank that its user can mend: each with its exit code.
 
-Codes are documented and never renumbered.  0 and 75 belong to `formats.outcome`; 1 is any other failure.
+Codes are documented and never renumbered.  0 and 75 belong to `formats.records`; 1 is any other failure.
 """
 
 from __future__ import annotations

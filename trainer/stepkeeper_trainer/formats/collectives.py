@@ -281,7 +281,7 @@ _RUN = re.compile(
     )
     + b"|"
     + _PLACE_IN_MEMO
-    + b"){0,1000}"  # bounded as in pickles.py
+    + b"){0,1000}"  # bounded as in items.py
 )
 _COUNTED_OPCODES = {
     pickle.SHORT_BINUNICODE[0]: 1,

@@ -1,6 +1,6 @@
 """`StepkeeperReader`: `torch.distributed.checkpoint.load` from a step directory, with every byte verified before use.
 
-torch's planner says what each rank needs, with any sharding; `reader` and `loading` read and verify it.
+torch's planner says what each rank needs, with any sharding; `reader` and `worker` read and verify it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training state: what each rank has, by name, and how it gets back exactly that.
 
 parts        a module, an optimizer, anything with `state_dict`: each gives named tensors and a JSON skeleton
-variants     a name whose value is not equal on all ranks: which rank has which copy
+keys         a name whose value is not equal on all ranks: which rank has which copy; names of older versions
 training     all parts together, the counters and the random generators
 """
 

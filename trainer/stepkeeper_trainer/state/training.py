@@ -1,7 +1,7 @@
 """The whole training state as one flat dict of tensors, and back: each rank gets back exactly what it had.
 
 Parts give named tensors and a JSON skeleton; a skeleton is saved as a tensor too.  Ranks may hold different values
-under one name (`variants`).  On another number of ranks everything is loaded that was sharded as a DTensor or equal
+under one name (`keys`).  On another number of ranks everything is loaded that was sharded as a DTensor or equal
 everywhere; what cannot be is named before anything is loaded.
 """
 

@@ -431,6 +431,7 @@ class CheckpointManager:
             rank=self.rank,
             world_size=self.world_size,
             group=self._group,
+            private=self._state.private,
             link=self._link,
             nonce=self._agreement.share(os.urandom(16).hex()),
             parent=resumed.parent,
@@ -443,7 +444,6 @@ class CheckpointManager:
             overlap_copies=self._overlap_copies,
             dcp_values=self._environment.reads_values,
         )
-        self._saver.know_private(self._state.private)
         self._boundary = Boundary(
             saver=self._saver,
             agreement=self._agreement,

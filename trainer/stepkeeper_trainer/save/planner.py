@@ -92,12 +92,10 @@ class Divided:
 class Planner:
     """Kept for the whole launch."""
 
-    def __init__(self, *, rank: int, world_size: int, group: Any | None) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._group = group
+    def __init__(self, *, rank: int, group: Any | None, private: Private) -> None:
+        """Begin with what the checkpoint says of this rank's values (`private`)."""
+        self._rank, self._group, self.private = rank, group, private  # `private` is what is in force
         self.share: Share | None = None  # in force
-        self.private: Private = {}  # of this rank, in force
         self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
@@ -175,7 +173,7 @@ class Planner:
                     whole = found[0]
                     answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
-                answers = [f"planning failed: {error}"] * self._world_size
+                answers = [f"planning failed: {error}"] * len(gathered)
         mine = scatter(answers, self._group)
         if isinstance(mine, str):
             raise SaveError(mine)

@@ -57,17 +57,18 @@ class Saver:
         rank: int,
         world_size: int,
         group: Any | None,
+        private: Private,
         link: Link,
         nonce: str,
         parent: str | None,
         limit_s: float,
         before_commit: Callable[[float], object],
         guard: Guard,
-        listeners: Listeners | None = None,
-        uploader: Uploader | None = None,
-        read_back: bool = False,
-        overlap_copies: bool = False,
-        dcp_values: bool = True,
+        listeners: Listeners,
+        uploader: Uploader | None,
+        read_back: bool,
+        overlap_copies: bool,
+        dcp_values: bool,
     ) -> None:
         """Prepare; `nonce` is the same on all ranks, `before_commit` makes a step's rows durable, by a limit."""
         self._commits = commits
@@ -78,11 +79,11 @@ class Saver:
         self._read_back = read_back
         self._guard = guard
         self._failing = Failing(rank=rank, link=link, guard=guard, uploader=uploader)
-        self._listeners = listeners or Listeners()
+        self._listeners = listeners
         self._notified = 0  # sequence number of the newest save that the listeners know of
         self.committed = 0  # sequence number of the newest commit (rank 0)
         self.newest: CommittedStep | None = None  # what it was (rank 0)
-        self._planner = Planner(rank=rank, world_size=world_size, group=group)
+        self._planner = Planner(rank=rank, group=group, private=private)
         self._drifted = False  # the last save found values that differ (rank 0)
         self.overlap_copies = overlap_copies
         self._staging = Staging(overlap=overlap_copies)
@@ -190,10 +191,6 @@ class Saver:
         """Wait until nothing is being prepared, or the limit."""
         self._prepared.wait(max(0.0, limit_at - time.time()))
 
-    def know_private(self, private: Private) -> None:
-        """Begin with what the checkpoint says of this rank's values; all ranks call it."""
-        self._planner.private = private
-
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
         self._planner.renew(group)
@@ -201,12 +198,9 @@ class Saver:
 
     def note_agreed(self, agreed: Proposal) -> None:
         """Take note of what all ranks have said of their saves."""
-        self.note_failure(agreed.failed_save)
+        # rank 0 does not wait for a save that came to nothing on some rank
+        self._failed_elsewhere = max(self._failed_elsewhere, agreed.failed_save)
         self.note_committed(agreed.committed)
-
-    def note_failure(self, sequence: int) -> None:
-        """Take note that a save came to nothing on some rank, so that rank 0 does not wait for it."""
-        self._failed_elsewhere = max(self._failed_elsewhere, sequence)
 
     def note_committed(self, sequence: int) -> None:
         """Take note that rank 0 has committed a save, and have this rank's listeners told."""

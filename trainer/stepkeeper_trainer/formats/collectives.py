@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepkeeper_trainer.formats.items import OpcodeError, Opcodes
 from stepkeeper_trainer.formats.plain import DecodeError, MismatchError, decode
 
 if TYPE_CHECKING:
@@ -262,32 +263,22 @@ def expand(members: str) -> frozenset[int]:
 NCCL_DUMP_NAME = "nccl-of-rank-"  # with the rank, in the directory of the stacks
 NCCL_DUMP_BYTES_MAX = 64 * 1024 * 1024
 
-_FIXED_OPCODES = {  # the bytes that each takes -> opcodes
-    1: (
-        *(pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
-        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-        *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
-    ),
-    2: (pickle.PROTO, pickle.BININT1, pickle.BINPUT, pickle.BINGET),
-    3: (pickle.BININT2,),
-    5: (pickle.BININT, pickle.LONG_BINGET),
-    9: (pickle.BINFLOAT,),
-}
-_PLACE_IN_MEMO = re.escape(pickle.LONG_BINPUT) + rb"..[\x00-\x0f]\x00"  # the reader makes room up to the place
-_RUN = re.compile(
-    b"(?s:"
-    + b"|".join(
-        b"[" + b"".join(map(re.escape, codes)) + b"].{%d}" % (width - 1) for width, codes in _FIXED_OPCODES.items()
-    )
-    + b"|"
-    + _PLACE_IN_MEMO
-    + b"){0,1000}"  # bounded as in items.py
+_DUMP_OPCODES = Opcodes(
+    {
+        **dict.fromkeys((pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT), 1),
+        **dict.fromkeys((pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE), 1),
+        **dict.fromkeys((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), 1),
+        **dict.fromkeys((pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS), 1),
+        **dict.fromkeys((pickle.PROTO, pickle.BININT1, pickle.BINPUT, pickle.BINGET), 2),
+        pickle.BININT2: 3,
+        pickle.BININT: 5,
+        pickle.LONG_BINGET: 5,
+        pickle.BINFLOAT: 9,
+    },
+    {pickle.SHORT_BINUNICODE: 1, pickle.LONG1: 1, pickle.BINUNICODE: 4},
+    kind="dump of a flight recorder",
+    others=[re.escape(pickle.LONG_BINPUT) + rb"..[\x00-\x0f]\x00"],  # the reader makes room up to the place in the memo
 )
-_COUNTED_OPCODES = {
-    pickle.SHORT_BINUNICODE[0]: 1,
-    pickle.LONG1[0]: 1,
-    pickle.BINUNICODE[0]: 4,
-}  # with the bytes of their length
 
 
 class _Nameless(pickle.Unpickler):
@@ -306,29 +297,12 @@ def parse_nccl_dump(data: bytes) -> Any:
     Raises:
         DecodeError: it is torn, or something else than such a dump.
     """
-    _check(data)
     try:
+        _DUMP_OPCODES.find_end(data)
         return _Nameless(io.BytesIO(data)).load()
     except DecodeError:
         raise
+    except OpcodeError as error:
+        raise DecodeError(str(error)) from error
     except Exception as error:  # damaged bytes can raise anything
         raise DecodeError(f"torn or damaged: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-def _check(data: bytes) -> None:
-    """Raise DecodeError where a pickle does more than hold data."""
-    at, end = 0, len(data)
-    while at < end:
-        found = _RUN.match(data, at)
-        assert found is not None, "it matches nothing at least"
-        at = found.end()
-        if at >= end:
-            break
-        width = _COUNTED_OPCODES.get(data[at])
-        if width is not None:
-            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
-        elif data[at] == pickle.STOP[0]:
-            return
-        elif found.end() == found.start():  # else there may be more than one call passes over
-            raise DecodeError(f"does at byte {at} what no dump of a flight recorder does ({data[at : at + 1]!r})")
-    raise DecodeError("is torn: it has no end")

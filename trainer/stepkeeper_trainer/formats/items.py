@@ -16,7 +16,76 @@ import pickle
 import re
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_STOP, _GLOBAL = pickle.STOP[0], pickle.GLOBAL[0]
+
+
+class OpcodeError(ValueError):
+    """The pickle does what none of its kind does, or has no end."""
+
+
+class Opcodes:
+    """What pickles of one kind are made of.
+
+    Most of one is passed over by a call for many opcodes, and not by a turn of a loop for each.
+    """
+
+    def __init__(
+        self,
+        fixed: Mapping[bytes, int],
+        counted: Mapping[bytes, int],
+        *,
+        kind: str,
+        others: Sequence[bytes] = (),
+        names: bool = False,
+    ) -> None:
+        """Take opcodes with the bytes that each takes, and those with the bytes of their length.
+
+        `kind` is for errors, `others` are opcodes as regular expressions, and `names` are let through.
+        """
+        widths = sorted(set(fixed.values()))
+        of_width = [b"".join(re.escape(code) for code, taken in fixed.items() if taken == width) for width in widths]
+        runs = [b"[%b].{%d}" % (codes, width - 1) for codes, width in zip(of_width, widths, strict=True)]
+        # a limit bounds the places that the matcher remembers to go back to (`*+`, which remembers none, is of 3.11)
+        self._run = re.compile(b"(?s:" + b"|".join([*runs, *others]) + b"){0,1000}")
+        self._fixed = frozenset(code[0] for code in fixed)
+        self._counted = {code[0]: width for code, width in counted.items()}
+        self._kind, self._names = kind, names
+
+    def find_end(self, data: bytes, start: int = 0) -> int:
+        """Return where a pickle ends; whatever comes after it is not looked at.
+
+        Raises:
+            OpcodeError: it is not to be read.
+        """
+        at, end = start, len(data)
+        while at < end:
+            begun, found = at, self._run.match(data, at)
+            assert found is not None, "it matches nothing at least"
+            at = found.end()
+            if at >= end:
+                break
+            code = data[at]
+            if (width := self._counted.get(code)) is not None:
+                at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            elif code == _STOP:
+                return at + 1
+            elif self._names and code == _GLOBAL:
+                line = data.find(b"\n", at)
+                after = data.find(b"\n", line + 1)
+                if line < 0 or after < 0:
+                    break
+                at = after + 1
+            elif at == begun:  # else there may be more than one call passes over
+                if code in self._fixed:
+                    break  # it goes on behind the end
+                raise OpcodeError(f"does at byte {at - start} what no {self._kind} does ({data[at : at + 1]!r})")
+        raise OpcodeError("is torn: it has no end")
+
 
 _FIXED = {  # with the bytes each takes
     **dict.fromkeys((pickle.MARK, pickle.POP, pickle.NONE, pickle.MEMOIZE, pickle.STACK_GLOBAL), 1),
@@ -36,63 +105,10 @@ _COUNTED = {  # with the bytes of their length
     **dict.fromkeys((pickle.BINUNICODE, pickle.BINBYTES), 4),
     pickle.BINUNICODE8: 8,
 }
-_ADVANCE = [_FIXED.get(bytes([code]), 0) for code in range(256)]
-
-
-def _of_width(width: int) -> bytes:
-    codes = b"".join(re.escape(code) for code, bytes_taken in _FIXED.items() if bytes_taken == width)
-    return b"[" + codes + b"].{%d}" % (width - 1)
-
-
-# most of a pickle: passed over by one call, and not by a turn of the loop for each.  A limit bounds the places that the
-# matcher remembers to go back to (`*+`, which remembers none, is of Python 3.11)
-_RUN = re.compile(b"(?s:" + b"|".join(map(_of_width, sorted(set(_FIXED.values())))) + b"){0,1000}")
-_LENGTH_BYTES = {code[0]: width for code, width in _COUNTED.items()}
-_STOP, _GLOBAL = pickle.STOP[0], pickle.GLOBAL[0]
-_TENSOR_ITEM = {pickle.BINPUT[0]: 2, pickle.BINPERSID[0]: 1}  # of protocol 2, which `torch.save` uses
-
-
-class OpcodeError(ValueError):
-    """The pickle does what no pickle of records does, or has no end."""
-
-
-def find_end(data: bytes, start: int = 0, *, tensor_item: bool = False) -> int:
-    """Return where a pickle of records ends.
-
-    With `tensor_item` it is one of `torch.save`, not `.metadata`; whatever comes after it is not looked at.
-
-    Raises:
-        OpcodeError: it is not to be read.
-    """
-    at, end, run = start, len(data), _RUN.match
-    while at < end:
-        found = run(data, at)
-        assert found is not None, "it matches nothing at least"
-        at = found.end()
-        if at >= end:
-            break
-        code = data[at]
-        if taken := _ADVANCE[code]:
-            if at + taken > end:
-                break  # it goes on behind the end
-            continue  # the run was longer than one call passes over
-        if (width := _LENGTH_BYTES.get(code)) is not None:
-            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
-        elif code == _STOP:
-            return at + 1
-        elif tensor_item and code in _TENSOR_ITEM:
-            at += _TENSOR_ITEM[code]
-        elif tensor_item and code == _GLOBAL:
-            line = data.find(b"\n", at)
-            after = data.find(b"\n", line + 1)
-            if line < 0 or after < 0:
-                break
-            at = after + 1
-        else:
-            raise OpcodeError(f"does at byte {at - start} what no list of tensors does ({data[at : at + 1]!r})")
-    raise OpcodeError("is torn: it has no end")
-
-
+RECORDS = Opcodes(_FIXED, _COUNTED, kind="list of tensors")  # of `.metadata`
+_TENSOR = Opcodes(  # of protocol 2, which `torch.save` uses
+    {**_FIXED, pickle.BINPUT: 2, pickle.BINPERSID: 1}, _COUNTED, kind="list of tensors", names=True
+)
 HEAD_BYTES = 4096  # enough for nearly all
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _SIGNATURE = b"PK\x03\x04"
@@ -170,7 +186,7 @@ def _read_head(data: bytes) -> Layout:
         if name.endswith(b"/data/0"):
             break
         if name.endswith(b"/data.pkl"):
-            end = find_end(data, begin, tensor_item=True)
+            end = _TENSOR.find_end(data, begin)
             described = _unpickle(data[begin:end])
         elif name.endswith(b"/byteorder") and data[begin : begin + 6] != b"little":
             raise ItemError("its numbers are not little-endian")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.items import OpcodeError, find_end
+from stepkeeper_trainer.formats.items import RECORDS, OpcodeError
 from stepkeeper_trainer.formats.plain import collection_paused, comes_to_an_end
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def parse(data: bytes) -> Contents:
     """Read the bytes of a `.metadata` without running anything of it.  Raises MetadataError."""
     try:
         with collection_paused():
-            find_end(data)
+            RECORDS.find_end(data)
             return _contents(_Restricted(io.BytesIO(data)).load())
     except MetadataError:
         raise

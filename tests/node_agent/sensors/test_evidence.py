@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from stepkeeper.node_agent.sensors.evidence import EvidenceReader, Roots, gpu_addresses, news, read
-from stepkeeper.node_agent.sensors.readings import Evidence
+from stepkeeper.node_agent.kernel import EvidenceReader, Roots, gpu_addresses, news, read
+from stepkeeper.node_agent.readings import Evidence
 from tests.node_agent.sensors.collect import Collected
 
 GPU = "0000:3b:00.0"

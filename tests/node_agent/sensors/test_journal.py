@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.sensors.kernel_log import UNKNOWN_SEQUENCE, parse, previous_boot
-from stepkeeper.node_agent.sensors.readings import KernelRecord
+from stepkeeper.node_agent.kernel import UNKNOWN_SEQUENCE, parse, previous_boot
+from stepkeeper.node_agent.readings import KernelRecord
 from tests.node_agent.sensors.collect import Collected
 
 LOST = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."

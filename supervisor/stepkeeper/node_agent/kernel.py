@@ -233,13 +233,13 @@ class KernelLog(Stoppable):
 # /dev/kmsg begins anew with every boot.  A node without journald, or whose journal is not kept on disk, has nothing
 # to tell, and that is fine.
 
-COMMAND = ("journalctl",)
-LINES_MAX = 50_000  # the newest
-BYTES_MAX = 64 * 1024 * 1024
-WITHIN_S = 20.0
+JOURNALCTL = ("journalctl",)
+JOURNAL_LINES_MAX = 50_000  # the newest
+JOURNAL_BYTES_MAX = 64 * 1024 * 1024
+JOURNAL_WITHIN_S = 20.0
 ENDS_WITHIN_S = 1.0
 LOOKS_UP_S = 0.2  # to see whether the agent stops
-FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
+JOURNAL_FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
 UNKNOWN_SEQUENCE = -1  # the journal does not keep the record's number
 USEC = 1_000_000
 
@@ -247,17 +247,17 @@ USEC = 1_000_000
 def previous_boot(
     callback: Callable[[KernelRecord], None],
     *,
-    command: Sequence[str] = COMMAND,
-    within_s: float = WITHIN_S,
-    bytes_max: int = BYTES_MAX,
+    command: Sequence[str] = JOURNALCTL,
+    within_s: float = JOURNAL_WITHIN_S,
+    bytes_max: int = JOURNAL_BYTES_MAX,
     stopped: threading.Event | None = None,
 ) -> str:
     """Hand over the kernel's records of the boot before, oldest first; return what was wrong, "" where nothing was.
 
     Never raises; returns in time, or soon after `stopped` was set (and a second for journalctl to die).
     """
-    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(LINES_MAX)]
-    arguments.append(f"--output-fields={FIELDS}")
+    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(JOURNAL_LINES_MAX)]
+    arguments.append(f"--output-fields={JOURNAL_FIELDS}")
     try:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
@@ -268,7 +268,7 @@ def previous_boot(
     code: int | None = None
     try:
         with process.stdout:
-            problem = _read(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
+            problem = _read_journal(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
         if not problem:
             code = process.wait(ENDS_WITHIN_S)
     except subprocess.TimeoutExpired:
@@ -280,7 +280,7 @@ def previous_boot(
     return "no journal of the boot before" if code else problem
 
 
-def _read(
+def _read_journal(
     stream: IO[bytes],
     callback: Callable[[KernelRecord], None],
     until: float,
@@ -301,13 +301,13 @@ def _read(
         size += len(data)
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            record = parse(line)
+            record = parse_journal(line)
             if record is not None:
                 callback(record)
     return f"the journal was not read to its end: more than {bytes_max} bytes"
 
 
-def parse(line: bytes) -> KernelRecord | None:
+def parse_journal(line: bytes) -> KernelRecord | None:
     """Return one entry; None where it is not the kernel's own, or not readable."""
     try:
         entry = json.loads(line)
@@ -336,9 +336,7 @@ def _dashed(boot: str) -> str:
 
 # What sysfs and /proc say: counters and states that prove nothing, but help to understand a fault.
 #
-# `read` returns everything, `news` what is worth a line: what has changed for the worse since the last time.
-
-ENDS_WITHIN_S = 1.0
+# `read_counters` returns everything, `news` what is worth a line: what has changed for the worse since the last time.
 
 NVIDIA = "0x10de"
 DISPLAY_CLASS = "0x03"  # PCI class of every GPU, with a display or without
@@ -356,7 +354,7 @@ PORT_COUNTERS = (
 ACTIVE = "ACTIVE"
 PRESSURE_NEWS = 10.0  # per cent of the last ten seconds in which a process waited for memory
 FREE_NEWS = 0.02  # of a file system
-BYTES_MAX = 4096
+FILE_BYTES_MAX = 4096
 GIB = 1024**3
 
 
@@ -368,7 +366,7 @@ class Roots(msgspec.Struct, frozen=True, kw_only=True):
     disks: tuple[str, ...] = ("/", "/tmp", "/dev/shm")  # noqa: S108 - whether they are full, no more
 
 
-def read(roots: Roots) -> tuple[Evidence, ...]:
+def read_counters(roots: Roots) -> tuple[Evidence, ...]:
     """Return everything that is known here."""
     now = time.time()
     return (*aer(roots, now), *infiniband(roots, now), *memory_pressure(roots, now), *disks(roots, now))
@@ -514,7 +512,7 @@ class EvidenceReader(Stoppable):
 
     def _run(self) -> None:
         while True:
-            before, self._now = self._now, read(self._roots)
+            before, self._now = self._now, read_counters(self._roots)
             for evidence in news(before, self._now):
                 self._callback(evidence)
             if self._stopped(self._every_s):
@@ -532,7 +530,7 @@ def _file_text(path: Path) -> str:
     """Return a small file's text; "" where it is missing or cannot be read: then this node does not say."""
     try:
         with path.open("rb") as file:
-            return file.read(BYTES_MAX).decode(errors="replace").strip()
+            return file.read(FILE_BYTES_MAX).decode(errors="replace").strip()
     except OSError:
         return ""
 

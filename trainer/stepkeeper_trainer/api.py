@@ -34,7 +34,8 @@ from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
 from stepkeeper_trainer.store import guard, run_directory
-from stepkeeper_trainer.store.retention import Policy, choose_policy, keep_house
+from stepkeeper_trainer.store.retention import Policy, choose_policy
+from stepkeeper_trainer.store.run_directory import keep_house
 from stepkeeper_trainer.tiers.tiering import find_tiers
 
 if TYPE_CHECKING:

@@ -3,13 +3,11 @@
 Only verified steps count.  Nothing is removed while the newest step is not verified; what is damaged is never
 removed, for it may be all that is left of a step.  A removal is one rename, and the bytes go afterwards.
 
-After each commit rank 0 does so beside training.  By what rules, and which other places have steps, it records at the
-start, for those who look later.
+After each commit rank 0 does so beside training.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -24,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.durable import fsync_directory
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
@@ -34,10 +31,6 @@ from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-    from stepkeeper_trainer.save.commit import Commits, CommittedStep
-    from stepkeeper_trainer.tiers.tier import Tiers
-    from stepkeeper_trainer.tiers.tiering import Tiering
 
 
 TRASH = ".trash-"
@@ -355,7 +348,7 @@ class Retention:
         self._behind = False  # which was said
         self._blocked: str | None = None
 
-    def committed(self, _step: CommittedStep) -> None:
+    def committed(self, _step: object) -> None:
         """Look at the steps soon."""
         if self._looking:
             self._note_late()
@@ -420,34 +413,6 @@ class Retention:
         if outcome.plan.blocked != self._blocked and outcome.plan.blocked is not None:
             warn("retention_blocked", why=outcome.plan.blocked)
         self._blocked = outcome.plan.blocked
-
-
-def keep_house(commits: Commits, policy: Policy | None, tiering: Tiering | None, rank: int) -> Retention | None:
-    """Record how steps are kept, and return what removes those that need not be; on rank 0, else nothing is done."""
-    if rank != 0:
-        return None
-    try:
-        records.write_keeping(
-            commits.run_directory, _keeping(commits, policy, tiering.tiers if tiering is not None else None)
-        )
-    except OSError as error:
-        warn("keeping_unrecorded", why=error)  # it is for those who look later: training does without
-    return Retention(commits.checkpoints, policy, fence=commits.check_fence) if policy is not None else None
-
-
-def _keeping(commits: Commits, policy: Policy | None, tiers: Tiers | None) -> records.Keeping:
-    launch, at = commits.environment.launch_name, time.time()
-    places = []
-    if tiers is not None and tiers.local is not None:
-        places.append(records.Place(kind="local", where=tiers.local, launch=launch, at=at))
-    if tiers is not None and tiers.cold is not None:
-        places.append(records.Place(kind="cold", where=tiers.cold, launch=launch, at=at))
-    return records.Keeping(
-        launch=launch,
-        at=at,
-        retention=dataclasses.asdict(policy) if policy is not None else None,
-        places=tuple(places),
-    )
 
 
 def choose_policy(environment: str | None, wanted: str | Policy | None, *, total_steps: int | None) -> Policy | None:

@@ -1,6 +1,7 @@
 """Open a run directory that can be written, and hold it: one training has it at a time.
 
-A resume decides which commits count from now on, and which data is left out: the lineage then says so.
+A resume decides which commits count from now on, and which data is left out: the lineage then says so.  By what rules
+steps are kept, and which other places have steps, is recorded too, for those who look later.
 
 Where neither Slurm nor a supervisor counts attempts, the newest start holds it.  On one node a living holder is refused
 outright.  On another it cannot be seen: the newer start takes over, and the older one commits nothing from then on.
@@ -9,6 +10,7 @@ outright.  On another it cannot be seen: the newer start takes over, and the old
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -20,17 +22,20 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.environment import Environment
 from stepkeeper_trainer.errors import RunDirectoryError, StepkeeperError
 from stepkeeper_trainer.formats import lease as leases
-from stepkeeper_trainer.formats import lineage
+from stepkeeper_trainer.formats import lineage, records
 from stepkeeper_trainer.formats.durable import make_directories
 from stepkeeper_trainer.formats.steps import StepDirectory, list_steps
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.sampler import Skips
 from stepkeeper_trainer.save.commit import Commits
+from stepkeeper_trainer.store.retention import Policy, Retention
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.coordinate.agreement import Agreement
     from stepkeeper_trainer.formats.lease import Lease
     from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.tiers.tier import Tiers
+    from stepkeeper_trainer.tiers.tiering import Tiering
 
 
 def open_run_directory(
@@ -279,3 +284,31 @@ def _append_record(checkpoints: Path, steps: list[StepDirectory], attempt: int) 
             ),
         )
         say("commit_recorded", directory=step.path.name, why="its writer died before it could")
+
+
+def keep_house(commits: Commits, policy: Policy | None, tiering: Tiering | None, rank: int) -> Retention | None:
+    """Record how steps are kept, and return what removes those that need not be; on rank 0, else nothing is done."""
+    if rank != 0:
+        return None
+    try:
+        records.write_keeping(
+            commits.run_directory, _keeping(commits, policy, tiering.tiers if tiering is not None else None)
+        )
+    except OSError as error:
+        warn("keeping_unrecorded", why=error)  # it is for those who look later: training does without
+    return Retention(commits.checkpoints, policy, fence=commits.check_fence) if policy is not None else None
+
+
+def _keeping(commits: Commits, policy: Policy | None, tiers: Tiers | None) -> records.Keeping:
+    launch, at = commits.environment.launch_name, time.time()
+    places = []
+    if tiers is not None and tiers.local is not None:
+        places.append(records.Place(kind="local", where=tiers.local, launch=launch, at=at))
+    if tiers is not None and tiers.cold is not None:
+        places.append(records.Place(kind="cold", where=tiers.cold, launch=launch, at=at))
+    return records.Keeping(
+        launch=launch,
+        at=at,
+        retention=dataclasses.asdict(policy) if policy is not None else None,
+        places=tuple(places),
+    )

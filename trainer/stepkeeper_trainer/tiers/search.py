@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.manifest import Manifest, step_name
@@ -20,12 +20,21 @@ from stepkeeper_trainer.tiers.copying import Pace, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError
 
-if TYPE_CHECKING:
-    from stepkeeper_trainer.coordinate.agreement import Agreement
-
 ANCESTORS = "ancestors"  # in the manifest's state: save_ids that led to it, newest first; None is the very start
 ANCESTORS_MAX = 64
 ROUNDS_MAX = 3  # of looking for another copy of what was damaged
+
+
+class Together(Protocol):
+    """What ranks do together (`Agreement`, which needs torch)."""
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on every rank."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,7 @@ class _Offer:
     ancestors: tuple[str | None, ...]
 
 
-def find_place(rank: int, world_size: int, node: str, together: Agreement) -> Place:
+def find_place(rank: int, world_size: int, node: str, together: Together) -> Place:
     """Say which ranks share this one's node; `node` names it and its disk.  All ranks call it."""
     nodes = together.gather(node)
     return Place(rank=rank, world_size=world_size, node=tuple(r for r, name in enumerate(nodes) if name == node))
@@ -80,7 +89,7 @@ class Gatherer:
         self,
         *,
         place: Place,
-        together: Agreement,
+        together: Together,
         shared: DirectoryTier,
         local: LocalTier | None,
         cold: Tier | None,

@@ -26,7 +26,6 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper_trainer/save/writer.py": "writes",
     "stepkeeper_trainer/store/run_directory.py": "/proc",
     "stepkeeper_trainer/store/space.py": "writes what it reads back; /proc, and directories",
-    "stepkeeper_trainer/save/commit.py": "writes",
     "stepkeeper_trainer/store/conversion.py": "a model that a person names, and writes",
     "stepkeeper_trainer/store/export.py": "writes, and copies files that a person names; a model that a person names",
     "stepkeeper_trainer/tiers/directory.py": "writes, and reads back its own",

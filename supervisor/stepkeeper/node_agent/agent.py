@@ -46,10 +46,11 @@ from stepkeeper.node_agent.readings import (
     Reading,
 )
 from stepkeeper.node_agent.requests import LookRequest
-from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, LocalClient, Sources, Stop, Systemd, reset_gpus
+from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, Sources, Stop, Systemd, reset_gpus
 from stepkeeper.node_agent.setup import SetupWatch
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
 from stepkeeper.node_agent.xid.judge import LISTED_AGAIN_AFTER_S
+from stepkeeper.slurm.nodes import NodeCommands
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
 HURRIED = (AskNodes, SetDrain)
@@ -71,7 +72,7 @@ class Agent:
         state: State,
         book: ledger.Ledger,
         catalogue: Catalogue,
-        client: LocalClient,
+        client: NodeCommands,
         systemd: Systemd,
         log: structlog.typing.FilteringBoundLogger,
         clock: Clock | None = None,

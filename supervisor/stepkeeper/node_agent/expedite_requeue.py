@@ -18,7 +18,8 @@ from enum import Enum, auto
 import msgspec
 import structlog
 
-from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
+from stepkeeper.slurm.client import OwnedJob, SlurmError
+from stepkeeper.slurm.nodes import NodeCommands
 
 AFTER_S = 2
 GIVE_UP_S = 300.0
@@ -171,7 +172,7 @@ class RequeueExpediter:
 
     def __init__(
         self,
-        client: NodeClient,
+        client: NodeCommands,
         log: structlog.typing.FilteringBoundLogger,
         *,
         give_up_s: float = GIVE_UP_S,

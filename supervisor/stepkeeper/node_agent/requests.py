@@ -28,7 +28,8 @@ from stepkeeper.node_agent.protocol import (
     Seen,
     ToAgent,
 )
-from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
+from stepkeeper.slurm.client import OwnedJob, SlurmError
+from stepkeeper.slurm.nodes import NodeCommands
 
 # Slurm is asked whose job it is on a thread of its own: a controller that is away must not stop the socket.
 
@@ -38,7 +39,7 @@ Answer = OwnedJob | SlurmError
 class Questions:
     """Asks `owned_job`.  `ask` is called on one thread only, and `answered` comes on the asking one."""
 
-    def __init__(self, client: NodeClient, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, client: NodeCommands, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
         self._client = client
         self._limits = limits
         self._on_failure = on_failure
@@ -159,7 +160,7 @@ class Requests:
         node: str,
         acts: bool,
         version: str,
-        client: NodeClient,
+        client: NodeCommands,
         expediter: RequeueExpediter,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],

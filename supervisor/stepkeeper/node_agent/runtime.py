@@ -31,7 +31,8 @@ from stepkeeper.node_agent.readings import KernelRecord, Reading
 from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.redaction import redact
-from stepkeeper.slurm.client import JobsHere, NodeClient, NodeFacts, SlurmError
+from stepkeeper.slurm.client import JobsHere, NodeFacts, SlurmError
+from stepkeeper.slurm.nodes import NodeCommands
 
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
@@ -167,7 +168,7 @@ class Sources:
         config: NodeConfig,
         state: State,
         *,
-        client: NodeClient,
+        client: NodeCommands,
         jobs: Jobs,
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,
@@ -269,14 +270,6 @@ class Sources:
 WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
 
-class LocalClient(NodeClient, Protocol):
-    """What the agent asks of Slurm, the node's own slurmstepds included."""
-
-    def jobs_here(self, name: str) -> JobsHere:
-        """Return the jobs on this node and their owners, without a call to the controller."""
-        ...
-
-
 class Acts:
     """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs.
 
@@ -287,7 +280,7 @@ class Acts:
     def __init__(
         self,
         node: str,
-        client: LocalClient,
+        client: NodeCommands,
         inbox: Inbox,
         *,
         check: Callable[[], Fitness],

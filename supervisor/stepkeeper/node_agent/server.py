@@ -22,7 +22,7 @@ from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits, credentials
 from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, decode_to_agent, encode
 from stepkeeper.node_agent.requests import LookRequest, Requests
-from stepkeeper.slurm.client import NodeClient
+from stepkeeper.slurm.nodes import NodeCommands
 
 ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
@@ -43,7 +43,7 @@ class AgentSocket:
         *,
         node: str,
         acts: bool,
-        client: NodeClient,
+        client: NodeCommands,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,

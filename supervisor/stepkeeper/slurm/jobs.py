@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import launch, resubmission
-from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError, field_of, parse_config, shown_job
 from stepkeeper.slurm.launch import as_submitted
 
 # Running one of Slurm's commands with a time limit: for every client on top of them.
@@ -161,7 +161,7 @@ class SlurmCommands:
     ) -> Resubmitted:
         """See `SlurmClient`."""
         shown = self._call("scontrol", "-o", "show", "job", job).splitlines()[0]
-        number = _field(shown, "JobId") or ""
+        number = field_of(shown, "JobId")
         ours = resubmission.marker(shown)
         all_ours = ("squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A|%k")
         listing = self._call(*all_ours)
@@ -206,25 +206,24 @@ class SlurmCommands:
 
     def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
         """See `SlurmClient`."""
-        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
-        partition = _field(shown, "Partition")
-        if partition is None:
-            raise SlurmError(f"scontrol show job {job}: it names no partition")
-        sinfo = ("sinfo", "--noheader", "--Node", f"--partition={partition}")
+        fields, sinfo = self._partition(job)
         usable = self._call(*sinfo, f"--states={_USABLE}", "--format=%N").split()  # a drained one may still be mixed
-        fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, _listed(shown, "Features"))
+        fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, fields.get("Features", ""))
         return tuple(sorted(set(usable).intersection(fit)))
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
         """See `SlurmClient`."""
-        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
-        partition = _field(shown, "Partition")
-        if partition is None:
-            raise SlurmError(f"scontrol show job {job}: it names no partition")
-        listed = _field(shown, "ExcNodeList")
-        excluded = self.hostnames(listed) if listed not in {None, "(null)"} else ()
-        listing = self._call("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--format={_MADE}")
+        fields, sinfo = self._partition(job)
+        excluded = self.hostnames(fields["ExcNodeList"]) if "ExcNodeList" in fields else ()
+        listing = self._call(*sinfo, f"--format={_MADE}")
         return tuple(node for node in parse_idle(listing, like) if node not in excluded)
+
+    def _partition(self, job: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Return what Slurm shows of a job, and the words of sinfo about the nodes of its partitions."""
+        fields = shown_job(self._call("scontrol", "-o", "show", "job", job)).fields
+        if "Partition" not in fields:
+            raise SlurmError(f"scontrol show job {job}: it names no partition")
+        return fields, ("sinfo", "--noheader", "--Node", f"--partition={fields['Partition']}")
 
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """See `SlurmClient`."""
@@ -257,31 +256,26 @@ class SlurmCommands:
 
 
 def parse_job(text: str) -> JobFacts:
-    """Parse one line of `scontrol -o show job`, with times printed as Unix seconds.
+    """Parse the first line of `scontrol -o show job`, with times printed as Unix seconds.
 
     >>> parse_job("JobId=7 JobName=a b UserId=u(1) GroupId=g(1) JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
     ...           "EndTime=1790000000 PreemptTime=None").restarts
     2
     """
-    rest = _behind_the_name(text)
-    slurm_state = _field(rest, "JobState") or "?"
+    fields = shown_job(text).fields
+    slurm_state = fields.get("JobState", "?")
     return JobFacts(
         state=job_state(slurm_state),
         slurm_state=slurm_state,
-        restarts=int(_field(rest, "Restarts") or 0),
-        reason=_field(rest, "Reason") or "",
-        preempt_at=_time(_field(rest, "PreemptTime")),
-        end_at=_time(_field(rest, "EndTime")),
-        requeue_allowed=_field(rest, "Requeue") != "0",
-        batch=_field(rest, "BatchFlag") != "0",
-        excluded=_listed(rest, "ExcNodeList"),
-        required=_listed(rest, "ReqNodeList"),
+        restarts=int(fields.get("Restarts", 0)),
+        reason=fields.get("Reason", "None"),
+        preempt_at=_time(fields.get("PreemptTime")),
+        end_at=_time(fields.get("EndTime")),
+        requeue_allowed=fields.get("Requeue") != "0",
+        batch=fields.get("BatchFlag") != "0",
+        excluded=fields.get("ExcNodeList", ""),
+        required=fields.get("ReqNodeList", ""),
     )
-
-
-def _listed(shown: str, name: str) -> str:
-    listed = _field(shown, name)
-    return "" if listed is None or listed == "(null)" else listed
 
 
 def parse_submitted(said: str) -> int:
@@ -343,25 +337,17 @@ def _as_good(node: _Made, other: _Made) -> bool:
     return node[:2] == other[:2] and node[2] >= other[2] and node[3] >= other[3]
 
 
-def _behind_the_name(text: str) -> str:
-    """Return what follows a job's name, which may hold anything and comes before all that we read."""
-    start = re.search(r" UserId=[^=]*\(\d+\) GroupId=", text)
-    if start is None:
-        raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
-    return text[start.end() :]
-
-
 def parse_settings(text: str) -> ClusterSettings:
     r"""Parse `scontrol show config`.
 
     >>> parse_settings("KillWait                = 30 sec\nSLURM_VERSION           = 22.05.8\n").kill_wait_s
     30.0
     """
-    kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", text, re.MULTILINE)
-    version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
+    settings = parse_config(text)
+    kill_wait = re.match(r"\d+", settings.get("KillWait", ""))
     if kill_wait is None:
         raise SlurmError("scontrol show config: it shows no KillWait")
-    return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+    return ClusterSettings(kill_wait_s=float(kill_wait.group()), version=settings.get("SLURM_VERSION", "?"))
 
 
 def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:
@@ -376,11 +362,10 @@ def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:
     Raises:
         SlurmError: it says something else.
     """
-    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", config, re.MULTILINE)
+    usual = parse_config(config).get("SlurmdPort", "")
     found = {}
     for line in filter(None, map(str.strip, shown.splitlines())):
-        name, address = _field(line, "NodeName"), _field(line, "NodeAddr")
-        port = _field(line, "Port") or (usual.group(1) if usual else "")
+        name, address, port = field_of(line, "NodeName"), field_of(line, "NodeAddr"), field_of(line, "Port") or usual
         if not (name and address and port.isdigit()):
             raise SlurmError(f"scontrol show node: no address and port of slurmd in {line[:SAID_CHARACTERS_MAX]!r}")
         found[name] = address, int(port)
@@ -400,11 +385,6 @@ def parse_time(text: str) -> float | None:
 def job_state(slurm_state: str) -> JobState:
     """Return what a state means that Slurm prints: `OTHER` is none that decisions depend on."""
     return _STATES.get(slurm_state, JobState.OTHER)
-
-
-def _field(text: str, name: str) -> str | None:
-    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-    return match.group(1) if match else None
 
 
 def _time(value: str | None) -> float | None:

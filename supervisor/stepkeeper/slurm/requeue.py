@@ -19,7 +19,7 @@ from stepkeeper.node_agent.protocol import AgentError, connect
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.submission import Submission
 from stepkeeper.slurm import resubmission
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmClient, SlurmError, shown_job
 from stepkeeper.slurm.jobs import call
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
@@ -196,7 +196,7 @@ def find_out(
     script = call(["scontrol", "write", "batch_script", job, "-"], CALL_WITHIN_S, what="scontrol write batch_script")
     if not script.startswith("#!"):
         raise SlurmError(f"scontrol write batch_script: Slurm keeps no batch script of job {job}")
-    fields = resubmission.fields(shown)
+    fields = shown_job(shown).fields
     planned = resubmission.plan(
         shown,
         script,
@@ -223,7 +223,7 @@ def find_out(
 def log_of(job: str) -> str:
     """Return where Slurm writes the log of a job; empty where it does not say.  Raises `SlurmError`."""
     shown = call(["scontrol", "-o", "show", "job", job], CALL_WITHIN_S, what="scontrol show job")
-    return resubmission.fields(shown.splitlines()[0]).get("StdOut", "")
+    return shown_job(shown).fields.get("StdOut", "")
 
 
 def options(submission: Submission, more: Sequence[str] = ()) -> list[str]:

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from stepkeeper.slurm import submitted
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import field_of, shown_job
 from stepkeeper.slurm.launch import WATCHER_VARIABLE, as_submitted
 from stepkeeper.slurm.submitted import Words
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
-_FIELDS = re.compile(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)")
-_NONE = ("", "(null)", "N/A", "None", "Unknown")
 _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "Account": "account",
     "TimeMin": "time-min",
@@ -85,8 +83,7 @@ def job_number(job: str) -> str:
 
 def marker(shown: str) -> str:
     """Return what the comment of the job that follows on this one says, so that no second one is submitted."""
-    _, rest = _behind_the_name(shown)
-    return f"stepkeeper:after={_field(shown, 'JobId')}.{rest.get('Restarts', '0')}"
+    return f"stepkeeper:after={field_of(shown, 'JobId')}.{shown_job(shown).fields.get('Restarts', '0')}"
 
 
 def plan(
@@ -113,13 +110,13 @@ def plan(
     Raises:
         SlurmError: Slurm's answer is none that this version can read.
     """
-    number = _field(shown, "JobId")
-    name, rest = _behind_the_name(shown)
+    number, job = field_of(shown, "JobId"), shown_job(shown)
+    rest = job.fields
     said = submitted.words(rest.get("SubmitLine", ""), rest.get("Command"), script, environment)
     wanted = submitted.nodes(said, nodes)
     options = [
         f"--dependency=afterany:{number}",
-        f"--job-name={name}",
+        f"--job-name={job.name}",
         f"--comment={comment}",
         "--begin=now",
         "--open-mode=append",  # the same log: never truncated
@@ -139,7 +136,7 @@ def plan(
     ]
     if exclude:
         options.append(f"--exclude={exclude}")
-    if task := environment.get("SLURM_ARRAY_TASK_ID") or _field(shown, "ArrayTaskId"):
+    if task := environment.get("SLURM_ARRAY_TASK_ID") or field_of(shown, "ArrayTaskId"):
         options.append(f"--array={task}")
     path, arguments, exact = _arguments(rest, words)
     return Resubmission(
@@ -184,44 +181,6 @@ def comment_of(listing: str, number: int, ours: str) -> str:
             kept = [word for word in comment.split() if not word.startswith("stepkeeper:")]
             return " ".join([*kept, ours])
     return ours
-
-
-def fields(shown: str) -> dict[str, str]:
-    """Return the fields of `scontrol -o show job`, without the job's name; those that are not set are left out.
-
-    Raises:
-        SlurmError: Slurm's answer is none that this version can read.
-    """
-    return _behind_the_name(shown)[1]
-
-
-def _behind_the_name(shown: str) -> tuple[str, dict[str, str]]:
-    """Return a job's name, which may hold anything, and the fields behind it.  Raises SlurmError."""
-    named = re.search(r" JobName=(.*) UserId=[^=]*\(\d+\) GroupId=", shown.partition(" Command=")[0])
-    if named is None:
-        raise SlurmError(f"scontrol show job: unexpected answer: {shown[:200]!r}")
-    return named.group(1), _fields(shown[named.end() :])
-
-
-def _fields(text: str) -> dict[str, str]:
-    """Return the fields behind a job's name.  Words of the user's stand in Command, SubmitLine and the comments."""
-    before, _, rest = text.partition(" Command=")
-    command, _, rest = rest.rpartition(" WorkDir=")
-    command, _, line = command.partition(" SubmitLine=")
-    _, errors, streams = rest.rstrip("\n").rpartition(" StdErr=")
-    fields = dict(_FIELDS.findall(streams)) | dict(_FIELDS.findall(before))
-    found = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", errors + streams)
-    if found is not None:
-        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), found.groups(), strict=True))
-    directory = re.match(r"(.*?)(?= (?:[A-Z]\w*Comment|Comment|StdErr)=|$)", rest)
-    fields |= {"Command": command, "SubmitLine": line, "WorkDir": directory.group(1) if directory else ""}
-    return {name: value for name, value in fields.items() if value not in _NONE}
-
-
-def _field(text: str, name: str) -> str | None:
-    """Return the value of a field that stands before all words of the user's but the job's name."""
-    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-    return match.group(1) if match and match.group(1) not in _NONE else None
 
 
 def export(before: str) -> str:

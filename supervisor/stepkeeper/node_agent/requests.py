@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import structlog
@@ -19,7 +19,6 @@ from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequ
 from stepkeeper.node_agent.protocol import (
     Accepted,
     ExpediteRequeue,
-    FromAgent,
     Join,
     Joined,
     Look,
@@ -30,6 +29,9 @@ from stepkeeper.node_agent.protocol import (
 )
 from stepkeeper.slurm.client import OwnedJob, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
+
+if TYPE_CHECKING:
+    from stepkeeper.node_agent.server import AgentSocket
 
 # Slurm is asked whose job it is on a thread of its own: a controller that is away must not stop the socket.
 
@@ -134,28 +136,12 @@ class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # printable ASCII
 
 
-class Server(Protocol):
-    """What the requests need of the thread that serves the connections."""
-
-    def send(self, number: int, message: FromAgent) -> None:
-        """Send to a connection, if it is still there.  On the serving thread only."""
-        ...
-
-    def post(self, call: Callable[[float], None]) -> None:
-        """Have something done on the serving thread, from any thread; it gets the time then."""
-        ...
-
-    def connection(self, number: int) -> Connection | None:
-        """Return a connection that is still there."""
-        ...
-
-
 class Requests:
     """Decides on `Join`, `Look` and `ExpediteRequeue`.  Every method runs on the serving thread."""
 
     def __init__(
         self,
-        server: Server,
+        server: AgentSocket,
         *,
         node: str,
         acts: bool,

@@ -142,7 +142,7 @@ class AgentSocket:
             os.close(self._wake)
             self._wake = -1
 
-    # -- for the requests (see their `Server`) --------------------------------------------------------------------
+    # -- for the requests --------------------------------------------------------------------
 
     def post(self, call: Callable[[float], None]) -> None:
         """Have something done on the serving thread."""

@@ -7,14 +7,13 @@ import os
 import re
 import select
 import socket
-import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 
 import msgspec
 import structlog
 
-from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX
+from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
 
 # How much of anything one user, or all of them, may have of the agent.
 
@@ -313,7 +312,6 @@ class Door:
 #
 # A user chooses neither the credentials of a socket nor the control group that slurmstepd put its processes in.
 
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 _PROC_BYTES_MAX = 16 * 1024
 # in these hierarchies only root makes groups; `name=systemd` and parts of the unified one are handed to users
@@ -322,25 +320,12 @@ _V1 = re.compile(r"/slurm(?:_(?P<node>[^/]+))?/uid_(?P<uid>\d+)/job_(?P<job>\d+)
 _V2 = re.compile(r"/system\.slice/(?:(?P<node>[^/]+)_)?slurmstepd\.scope/job_(?P<job>\d+)/step_[^/]+(?:/.*)?")
 
 
-class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the process that connected, at that moment."""
-
-    pid: int  # 0: not to be seen from here
-    uid: int
-
-
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """The job whose step a process is in."""
 
     job_id: int
     uid: int | None  # of the job; None where the path does not say
     node: str  # empty: the only one of this machine
-
-
-def credentials(sock: socket.socket) -> Credentials:
-    """Return who connected."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Credentials(pid=pid, uid=uid)
 
 
 def job_of(sock: socket.socket, peer: Credentials) -> Membership | None:

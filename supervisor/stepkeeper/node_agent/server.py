@@ -19,8 +19,8 @@ from collections.abc import Callable
 import structlog
 
 from stepkeeper.node_agent import expedite_requeue
-from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits, credentials
-from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, decode_to_agent, encode
+from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
+from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
 from stepkeeper.node_agent.requests import LookRequest, Requests
 from stepkeeper.slurm.nodes import NodeCommands
 

@@ -84,13 +84,10 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
     recovery_action: int | None = None  # field 230
     rows_pending: bool | None = None  # a remapped row waits for a reset
     rows_failed: bool | None = None  # remapping has failed
-    rows_correctable: int | None = None
-    rows_uncorrectable: int | None = None
     pages_pending: bool | None = None  # before Ampere: a page waits for a reset to be retired
     ecc_uncorrected: int | None = None  # volatile: since the last reset
     sram_threshold_exceeded: bool | None = None
     temperature_c: int | None = None
-    throttled: tuple[str, ...] = ()  # reasons, in words: evidence only
     errors: tuple[str, ...] = ()  # calls that failed, and how
 
     @property
@@ -104,7 +101,7 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
 
 
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
-    """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
+    """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, disks, pressure."""
 
     what: (
         str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvlink`, `nvml_events`, `sensor`: it cannot do its work

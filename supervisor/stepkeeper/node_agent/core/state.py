@@ -153,7 +153,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     call_until: float = 0.0
     call_incidents: tuple[str, ...] = ()  # that the drain or look in flight is for
     call_reason: str = ""
-    call_action: Action = Action.LOG
     tries: int = 0  # in a row that failed
     retry_at: float = 0.0  # no call before
     watch_at: float = 0.0  # the next unhurried one

@@ -19,7 +19,7 @@ from stepkeeper.slurm.launch import as_submitted
 # Running one of Slurm's commands with a time limit: for every client on top of them.
 
 SAID_CHARACTERS_MAX = 300
-AWAY = ("unable to contact", "connection refused", "timed out")  # how most commands say that nobody answered
+AWAY = ("unable to contact", "connection refused", "timed out", "communication")  # how they say that nobody answered
 
 
 def call(
@@ -82,7 +82,6 @@ CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller doe
 # a controller that is overloaded answers late, for minutes: after a call without an answer the next may take this long
 PATIENT_S = 13.0
 SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
-_UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
 # a state that is not listed here is none that decisions depend on: never take it for the end of a job
 _STATES = {
     "PENDING": JobState.PENDING,
@@ -188,7 +187,6 @@ class SlurmCommands:
                     ["sbatch", "--parsable", *planned.options, path, *planned.arguments],
                     SUBMIT_WITHIN_S,
                     what="sbatch",
-                    delays=_UNREACHABLE,
                     environment=environment,
                     instead_of_ours=True,
                     directory=next((place for place in places if os.path.isdir(place)), "/"),
@@ -246,7 +244,7 @@ class SlurmCommands:
         """Run one command and return what it prints."""
         within_s = max(self.call_within_s, PATIENT_S) if self._unanswered.is_set() else self.call_within_s
         try:
-            said = call(argv, within_s, what=" ".join(argv), delays=_UNREACHABLE, directory=directory)
+            said = call(argv, within_s, what=" ".join(argv), directory=directory)
         except SlurmError as error:
             if error.unreachable:
                 self._unanswered.set()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepkeeper.slurm.client import JobsHere, NodeFacts, OwnedJob, SlurmError, field_of, shown_job
-from stepkeeper.slurm.jobs import call
+from stepkeeper.slurm.jobs import AWAY, call
 
 CALL_WITHIN_S = 10.0
 ROOT = 0
-DELAYS = ("unable to contact", "connection refused", "timed out", "communication", "configuration source")
+DELAYS = (*AWAY, "configuration source")
 # base states and flags as Slurm 22.05 to 26.05 print them; a trailing sign says how the node answers
 _SIGNS = "*~#!%$@^-"
 _OWNER = re.compile(r" UserId=[^=]*\((\d+)\) GroupId=")

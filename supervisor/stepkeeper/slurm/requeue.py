@@ -20,7 +20,7 @@ from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.submission import Submission
 from stepkeeper.slurm import resubmission
 from stepkeeper.slurm.client import SlurmClient, SlurmError, shown_job
-from stepkeeper.slurm.jobs import call
+from stepkeeper.slurm.jobs import call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
@@ -261,11 +261,9 @@ def submit(submission: Submission, run_directory: Path, number: int, more: Seque
         said = call(
             argv, SUBMIT_WITHIN_S, what="sbatch", environment=environment, instead_of_ours=True, directory=place
         )
-    job = said.strip().partition(";")[0]
-    if not job.isdigit():
-        raise SlurmError(f"sbatch answered {said[:200]!r}: no job id")
+    job = parse_submitted(said)
     task = next((option.partition("=")[2] for option in submission.options if option.startswith("--array=")), "")
-    return f"{job}_{task}" if task else job
+    return f"{job}_{task}" if task else str(job)
 
 
 def _nodes(fields: Mapping[str, str]) -> int:

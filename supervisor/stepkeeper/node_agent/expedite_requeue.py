@@ -18,6 +18,7 @@ from enum import Enum, auto
 import msgspec
 import structlog
 
+from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.slurm.client import OwnedJob, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
@@ -177,18 +178,17 @@ class RequeueExpediter:
         *,
         give_up_s: float = GIVE_UP_S,
         poll_s: float = POLL_S,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], object] = reraise,
     ) -> None:
         self._client = client
         self._log = log
         self._give_up_s = give_up_s
         self._poll_s = poll_s
-        self._on_failure = on_failure
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a request
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="hasten", daemon=True)
+        self._thread = thread("hasten", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
@@ -243,13 +243,8 @@ class RequeueExpediter:
             self._thread.join(within_s)
 
     def _work(self) -> None:
-        try:
-            while (entry := self._due()) is not None:
-                self._see_to(entry)
-        except BaseException as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
+        while (entry := self._due()) is not None:
+            self._see_to(entry)
 
     def _due(self) -> _Entry | None:
         """Return the request whose turn it is, when it is; None at the end."""

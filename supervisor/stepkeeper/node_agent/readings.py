@@ -164,14 +164,16 @@ class Stoppable(ABC):
         """Begin."""
         self._thread.start()
 
-    def stop(self, within_s: float = 3.0) -> None:
-        """End the thread, and what it has started, once; returns in time."""
+    def stop(self, within_s: float = 3.0) -> bool:
+        """End the thread, and what it has started, once; return in time, and whether it has ended."""
         os.write(self._stop_write, b"x")
         if self._thread.ident is not None:  # it was started
             self._thread.join(within_s)
-        if not self._thread.is_alive():
-            os.close(self._stop_read)
-            os.close(self._stop_write)
+        if self._thread.is_alive():
+            return False
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+        return True
 
     # --- on the thread ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 import structlog
 
+from stepkeeper.loop_tools import thread
 from stepkeeper.node_agent import protocol
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, JoinedJobs, Limits, job_of
 from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequest
@@ -44,14 +45,13 @@ class Questions:
     def __init__(self, client: NodeCommands, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
         self._client = client
         self._limits = limits
-        self._on_failure = on_failure
         self._queue: queue.Queue[tuple[int, int, Callable[[Answer], None]] | None] = queue.Queue(limits.questions_max)
         self._lock = threading.Lock()
         self._waiting: Counter[int] = Counter()  # by uid
         self._kept: OrderedDict[int, tuple[float, Answer]] = OrderedDict()
         self._rate = Bucket(limits.questions_per_s, limits.questions_burst, time.monotonic())
         self._rates = Buckets(limits.questions_per_uid_per_s, limits.questions_per_uid_burst, limits.uids_max)
-        self._thread = threading.Thread(target=self._work, name="socket-questions", daemon=True)
+        self._thread = thread("socket-questions", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
@@ -87,11 +87,8 @@ class Questions:
             self._thread.join(within_s)
 
     def _work(self) -> None:
-        try:
-            while (item := self._queue.get()) is not None:
-                self._answer(*item)
-        except BaseException as error:  # noqa: BLE001 - handed to the server that owns the socket
-            self._on_failure(error)
+        while (item := self._queue.get()) is not None:
+            self._answer(*item)
 
     def _answer(self, job_id: int, uid: int, answered: Callable[[Answer], None]) -> None:
         answer: Answer

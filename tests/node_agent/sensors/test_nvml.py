@@ -79,8 +79,7 @@ def start() -> Iterator[Start]:
     yield begin
     for watch in watches:
         pid = watch.process.pid
-        watch.process.stop(90.0)
-        assert not watch.process._thread.is_alive()
+        assert watch.process.stop(90.0)
         assert pid is None or not is_there(pid)
 
 

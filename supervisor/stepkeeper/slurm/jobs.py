@@ -1,14 +1,14 @@
-"""The Slurm client over Slurm's own commands: scontrol and scancel."""
+"""What Stepkeeper asks of Slurm about jobs, as small as its use, by Slurm's own commands."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
@@ -113,19 +113,23 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class SlurmCommands:
-    """Calls scontrol and scancel with a time limit each."""
+    """Asks Slurm by scontrol and its kin.  Each method raises `SlurmError`, and returns within its time limit.
 
-    call_within_s: float = CALL_WITHIN_S
-    _unanswered: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    A job is named as Slurm's commands want it: its id, or `ARRAY_TASK` for one task of an array, whose own id may be
+    the id of the whole array.
+    """
+
+    def __init__(self, *, call_within_s: float = CALL_WITHIN_S) -> None:
+        self._call_within_s = call_within_s
+        self._unanswered = threading.Event()  # the call before was not
 
     def job(self, job: str) -> JobFacts:
-        """See `SlurmClient`."""
+        """Return the facts of a job."""
         return parse_job(self._call("scontrol", "-o", "show", "job", job))
 
     def job_runs(self, job: str) -> bool:
-        """See `SlurmClient`."""
+        """Tell whether a job holds nodes; a job that Slurm has forgotten does not."""
         try:
             facts = self.job(job)
         except SlurmError as error:
@@ -135,7 +139,7 @@ class SlurmCommands:
         return facts.state not in (JobState.PENDING, JobState.ENDED)
 
     def settings(self) -> ClusterSettings:
-        """See `SlurmClient`."""
+        """Return the cluster's settings."""
         return parse_settings(self._call("scontrol", "show", "config"))
 
     def time(self) -> float | None:
@@ -148,17 +152,25 @@ class SlurmCommands:
         return parse_slurmds(shown, self._call("scontrol", "show", "config"))
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """See `SlurmClient`."""
+        """Expand a node list such as `gpu[1-3]`, in Slurm's order."""
         return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
 
     def requeue(self, job: str) -> None:
-        """See `SlurmClient`."""
+        """Requeue a job of our own."""
         self._call("scontrol", "requeue", job)
 
     def resubmit(
         self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> Resubmitted:
-        """See `SlurmClient`."""
+        """Submit a job of our own again, to start after its end and to go on with its run; once, however often asked.
+
+        Args:
+            job: Ours: what cannot be read off the job is taken from our environment.
+            run_directory: Absolute.
+            nodes: That the job was submitted with; some may have been given back since.
+            words: Our own command line: it may show the batch script's arguments exactly.
+            exclude: Nodes on which the new job may not run.
+        """
         shown = self._call("scontrol", "-o", "show", "job", job).splitlines()[0]
         number = field_of(shown, "JobId")
         ours = resubmission.marker(shown)
@@ -199,18 +211,21 @@ class SlurmCommands:
         return Resubmitted(job_id=parse_submitted(said), unknown=planned.unknown)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
+        """Replace the list of nodes on which a job that does not run may not run."""
         self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
 
     def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
-        """See `SlurmClient`."""
+        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
+
+        With `like`, nodes of the job: only those that are made as well as one of these, so that the job fits there.
+        """
         fields, sinfo = self._partition(job)
         usable = self._call(*sinfo, f"--states={_USABLE}", "--format=%N").split()  # a drained one may still be mixed
         fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, fields.get("Features", ""))
         return tuple(sorted(set(usable).intersection(fit)))
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
-        """See `SlurmClient`."""
+        """Return the idle nodes of a job's partitions that it does not exclude and that are made as some of its own."""
         fields, sinfo = self._partition(job)
         excluded = self.hostnames(fields["ExcNodeList"]) if "ExcNodeList" in fields else ()
         listing = self._call(*sinfo, f"--format={_MADE}")
@@ -224,16 +239,16 @@ class SlurmCommands:
         return fields, ("sinfo", "--noheader", "--Node", f"--partition={fields['Partition']}")
 
     def keep(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
+        """Give back all nodes of a running job but these."""
         with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
             self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
 
     def comment(self, job: str, text: str) -> None:
-        """See `SlurmClient`."""
+        """Set the comment of a job of our own, which everybody can read."""
         self._call("scontrol", "update", f"JobId={job}", f"Comment={text}")
 
     def cancel(self, job: str) -> None:
-        """See `SlurmClient`."""
+        """Cancel a job of our own."""
         self._call("scancel", job)
 
     def let_end(self, code: int) -> str:
@@ -242,15 +257,19 @@ class SlurmCommands:
 
     def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
-        within_s = max(self.call_within_s, PATIENT_S) if self._unanswered.is_set() else self.call_within_s
+        with self._patience() as within_s:
+            return call(argv, within_s, what=" ".join(argv), directory=directory)
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[float]:
+        """Give the time limit of one call: a longer one after a call without an answer."""
         try:
-            said = call(argv, within_s, what=" ".join(argv), directory=directory)
+            yield max(self._call_within_s, PATIENT_S) if self._unanswered.is_set() else self._call_within_s
         except SlurmError as error:
             if error.unreachable:
                 self._unanswered.set()
             raise
         self._unanswered.clear()
-        return said
 
 
 def parse_job(text: str) -> JobFacts:

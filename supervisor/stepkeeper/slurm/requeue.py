@@ -19,8 +19,8 @@ from stepkeeper.node_agent.protocol import AgentError, connect
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.submission import Submission
 from stepkeeper.slurm import resubmission
-from stepkeeper.slurm.client import SlurmClient, SlurmError, shown_job
-from stepkeeper.slurm.jobs import call, parse_submitted
+from stepkeeper.slurm.client import SlurmError, shown_job
+from stepkeeper.slurm.jobs import SlurmCommands, call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
@@ -28,7 +28,7 @@ AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
 
 
 def requeue(
-    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+    client: SlurmCommands, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
 ) -> str:
     """Requeue the job; return what did not succeed besides, in words.
 
@@ -63,7 +63,7 @@ def requeue(
     return "; ".join(trouble)
 
 
-def give_back(client: SlurmClient, job: str, keep: Sequence[str]) -> str:
+def give_back(client: SlurmCommands, job: str, keep: Sequence[str]) -> str:
     """Give back all nodes but some, before the job leaves them all; return what stood against it, in words.
 
     A node that is lost keeps the job COMPLETING until Slurm marks it DOWN; the job asks for as many nodes as ever.
@@ -83,7 +83,7 @@ class RequeuePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resubmit(
-    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+    client: SlurmCommands, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
 ) -> RequeuePlan:
     """Submit the job again where Slurm may not requeue it, once; the arguments are those of `requeue`.
 
@@ -143,7 +143,7 @@ def affordable(exclude: Sequence[str], fit: Collection[str], wanted: int) -> tup
 
 
 def _merged(
-    client: SlurmClient, job: str, nodes: Sequence[str], exclude: Sequence[str], readmit: Sequence[str]
+    client: SlurmCommands, job: str, nodes: Sequence[str], exclude: Sequence[str], readmit: Sequence[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the job's whole list, which an update replaces, and what is not in it though it should be, in words.
 

@@ -51,7 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     questions_burst: float = 20.0
     answers_kept: int = 256
     answers_kept_s: float = 5.0
-    expedites_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
+    expedites_per_uid_per_s: float = 0.1  # requests that are new or changed: each costs Slurm calls
     expedites_per_uid_burst: float = 10.0
     jobs_max: int = 1024
     jobs_per_uid_max: int = 128

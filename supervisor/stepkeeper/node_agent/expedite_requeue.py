@@ -33,8 +33,8 @@ PACE_S = 0.1  # between two calls of all jobs
 REQUEUES_MAX = 2
 REFUSALS_MAX = 3
 SAME_TIME_S = 5.0  # clocks of controller and node may differ by this
-WISHES_MAX = 64
-WISHES_PER_UID_MAX = 8
+REQUESTS_MAX = 64
+REQUESTS_PER_UID_MAX = 8
 _PENDING = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED"))
 _ENDED = frozenset(
     (
@@ -188,7 +188,7 @@ class RequeueExpediter:
         self._entries: dict[int, _Entry] = {}
         self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a request
         self._closing = False
-        self._thread = thread("hasten", self._work, on_failure)
+        self._thread = thread("expedite", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
@@ -217,7 +217,7 @@ class RequeueExpediter:
             known = self._entries.get(job_request.job_id)
             if known is None:
                 each_uid = Counter(each.job_request.uid for each in self._entries.values())
-                if len(self._entries) >= WISHES_MAX or each_uid[job_request.uid] >= WISHES_PER_UID_MAX:
+                if len(self._entries) >= REQUESTS_MAX or each_uid[job_request.uid] >= REQUESTS_PER_UID_MAX:
                     return False
             elif known.job_request == job_request:
                 return True  # asked again: it goes on

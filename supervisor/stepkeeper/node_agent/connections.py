@@ -1,4 +1,4 @@
-"""One connection: what its peer sent, and what it has not read yet.  Nothing here waits."""
+"""The peers of the agent's socket: who they are, and how much of the agent each may have.  Nothing here waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3))."""
+"""What the agent's loop runs on: its log, systemd, its queue, the sources that fill it, and the acts."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.client import JobsHere, NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
+
+# The log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3)).
 
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 

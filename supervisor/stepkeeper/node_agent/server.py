@@ -1,6 +1,6 @@
 """The agent's socket: one thread serves every connection, and nothing in it waits for anybody.
 
-Not here: what a message gets (`requests.py`), and anything that asks Slurm.
+Not here: what a message gets (`requests.py`), and anything that asks Slurm.  `Place` is where the socket lies.
 """
 
 from __future__ import annotations

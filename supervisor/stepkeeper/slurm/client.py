@@ -1,4 +1,4 @@
-"""What Stepkeeper asks of Slurm: as small as its use.  Every call has a time limit."""
+"""What Slurm says: errors, facts of jobs and nodes, and how its answers are read.  Nothing is asked here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-# What the node agent asks of Slurm: nodes, drains, and a requeued job's eligibility.  Needs root or SlurmUser.
+# What the node agent needs to know.
 
 REASON_PREFIX = "stepkeeper:"
 _GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")

@@ -1,4 +1,7 @@
-"""The command lines of our Slurm steps.  Geometry is always explicit.  Pure: golden tests hold them."""
+"""Our job as Slurm describes it, the command lines of our Slurm steps, and what these inherit.
+
+Geometry is always explicit.  Golden tests hold the lines.
+"""
 
 from __future__ import annotations
 

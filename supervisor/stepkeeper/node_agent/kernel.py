@@ -1,7 +1,8 @@
 """What the kernel says: its log, what the journal kept of the log of the boot before, sysfs and /proc.
 
-Of /dev/kmsg no record is missed or repeated, from the oldest one on that is still there.  A record says who wrote it: facility 0 is the kernel itself, and what user space wrote has another facility, whatever
-its text claims.  Only the kernel's own records are passed on.
+Of /dev/kmsg no record is missed or repeated, from the oldest one on that is still there.  A record says who wrote it:
+facility 0 is the kernel itself, and what user space wrote has another facility, whatever its text claims.  Only the
+kernel's own records are passed on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the agent writes: `incidents.jsonl`, which it must not forget, and `verdict.json`, for Slurm's hooks.
 
-The ledger outlives the agent and a reboot.  One JSON line a change, each durable when it is written; a later line of the same incident replaces the earlier one.
-A torn last line is passed over, and closed by the next.  When the file has grown, it is written anew with what still
-matters.  Writing has a thread of its own: a slow disk delays no drain.
+The ledger outlives the agent and a reboot.  One JSON line a change, each durable when it is written; a later line of
+the same incident replaces the earlier one.  A torn last line is passed over, and closed by the next.  When the file
+has grown, it is written anew with what still matters.  Writing has a thread of its own: a slow disk delays no drain.
 """
 
 from __future__ import annotations

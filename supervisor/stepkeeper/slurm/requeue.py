@@ -1,6 +1,7 @@
 """Going on in a new allocation: our own job is requeued, or submitted again in the same way.
 
-A requeue is away from faulty nodes, and eligible at once where a node agent helps.  Used by the supervisor and, when that is gone, by the watcher that rescues the run.
+A requeue is away from faulty nodes, and eligible at once where a node agent helps.  Used by the supervisor and, when
+that is gone, by the watcher that rescues the run.
 """
 
 from __future__ import annotations

@@ -122,15 +122,10 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job asks the agent to look at its GPUs.  A hint where to look, never evidence."""
+    """A job asks the agent to look at the GPUs, all of them: what else it says is for the log, and no evidence."""
 
     connection: int
     number: int
-    job_id: int
-    uid: int
-    pci: str = ""
-    ordinal: int | None = None
-    why: str = ""  # printable ASCII
 
 
 class Requests:
@@ -259,17 +254,7 @@ class Requests:
         connection.looks[self._look_number] = now + self._limits.look_within_s
         why = _UNPRINTABLE.sub(" ", look.why[:WHY_CHARACTERS_MAX])
         self._log.info("look_asked", job=look.job_id, uid=uid, pci=look.pci, ordinal=look.ordinal, why=why)
-        self._on_look(
-            LookRequest(
-                connection=connection.number,
-                number=self._look_number,
-                job_id=look.job_id,
-                uid=uid,
-                pci=look.pci.lower(),
-                ordinal=look.ordinal,
-                why=why,
-            )
-        )
+        self._on_look(LookRequest(connection=connection.number, number=self._look_number))
 
     def looked(self, request: LookRequest, found: int) -> None:
         """Tell the asker what the agent found."""

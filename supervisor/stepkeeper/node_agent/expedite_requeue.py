@@ -66,7 +66,6 @@ class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a request has come.  Times are Unix seconds."""
 
-    asked_at: float
     sent_at: float | None = None  # the update was accepted
     sent_restarts: int = 0  # the attempt that it is about
     ended_at: float | None = None  # the asker's attempt was seen ended, and not requeued yet
@@ -159,7 +158,7 @@ class _Entry:
     def __init__(self, job_request: RequeueRequest, before: _Entry | None = None) -> None:
         """`before`: the request that it replaces, whose pace it keeps."""
         self.job_request = job_request
-        self.progress = Progress(asked_at=time.time())
+        self.progress = Progress()
         self.began_at = self.next_at = time.monotonic()
         self.unreachable = False
         if before is not None:

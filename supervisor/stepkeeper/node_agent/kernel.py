@@ -506,11 +506,6 @@ class EvidenceReader(Stoppable):
         self._every_s = every_s
         self._now: tuple[Evidence, ...] = ()
 
-    @property
-    def latest(self) -> tuple[Evidence, ...]:
-        """Everything, as of the last look: goes beside a fault."""
-        return self._now
-
     def _run(self) -> None:
         while True:
             before, self._now = self._now, read_counters(self._roots)

@@ -49,8 +49,8 @@ class Questions:
         self._lock = threading.Lock()
         self._waiting: Counter[int] = Counter()  # by uid
         self._kept: OrderedDict[int, tuple[float, Answer]] = OrderedDict()
-        self._rate = Bucket(limits.questions_per_s, limits.questions_burst, time.monotonic())
-        self._rates = Buckets(limits.questions_per_uid_per_s, limits.questions_per_uid_burst, limits.uids_max)
+        self._rate = Bucket(limits.questions, time.monotonic())
+        self._rates = Buckets(limits.questions_per_uid, limits.uids_max)
         self._thread = thread("socket-questions", self._work, on_failure)
 
     def start(self) -> None:
@@ -159,9 +159,9 @@ class Requests:
         self._limits = limits
         self.questions = Questions(client, limits, on_failure)
         self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
-        self._looks = Bucket(limits.looks_per_s, limits.looks_burst, now)
-        self._looks_of = Buckets(limits.looks_per_uid_per_s, limits.looks_per_uid_burst, limits.uids_max)
-        self._expedites_of = Buckets(limits.expedites_per_uid_per_s, limits.expedites_per_uid_burst, limits.uids_max)
+        self._looks = Bucket(limits.looks, now)
+        self._looks_of = Buckets(limits.looks_per_uid, limits.uids_max)
+        self._expedites_of = Buckets(limits.expedites_per_uid, limits.uids_max)
         self._granted = BoundedLog(log, limits, now)
         self._look_number = 0
 

@@ -420,7 +420,7 @@ _packets = (
 
 def test_no_packet_does_anything_that_it_may_not(agents: Any) -> None:
     """From root, whom no rate limits and no refusal for want of a job keep from the code behind them."""
-    agent = agents(packets_per_s=1e6, packets_burst=1e6, accepts_per_s=1e6, accepts_burst=1e6)
+    agent = agents(packets=(1e6, 1e6), accepts=(1e6, 1e6))
     agent.job(JOB, GAMES)
 
     @settings(

@@ -24,8 +24,8 @@ from stepkeeper.slurm.client import NodeFacts, OwnedJob, SlurmError
 from tests.node_agent.socket.people import until
 
 WISH = RequeueRequest(job_id=7, uid=5, restart_count=1, exclude=("n1", "n2"))
-ASKED = Progress(asked_at=1000.0)
-SENT = Progress(asked_at=1000.0, sent_at=1010.0, sent_restarts=2)
+ASKED = Progress()
+SENT = Progress(sent_at=1010.0, sent_restarts=2)
 PENDING = OwnedJob(job_id=7, uid=5, state="PENDING", restarts=2, eligible_at=1130.0)
 
 

@@ -93,7 +93,7 @@ def test_slurm_is_asked_once_for_many_joins_of_a_job(agents: Any) -> None:
 
 
 def test_guessing_job_ids_soon_asks_slurm_no_more(agents: Any) -> None:
-    agent = agents(questions_per_uid_burst=3, questions_per_uid_per_s=0.001)
+    agent = agents(questions_per_uid=(0.001, 3))
 
     def guess() -> list[str]:
         return [joins(agent.path, 100 + index) for index in range(8)]
@@ -157,7 +157,7 @@ def test_a_look_is_a_hint_for_the_agent_and_answered(agent: AgentProcess) -> Non
 
 
 def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agents: Any) -> None:
-    agent = agents(looks_per_uid_burst=3, looks_per_uid_per_s=0.001)
+    agent = agents(looks_per_uid=(0.001, 3))
     agent.job(7, GAMES)
     agent.job(8, NEWS)
 

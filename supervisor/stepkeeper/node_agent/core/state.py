@@ -159,11 +159,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     listened: bool = False  # Slurm has answered about our own node: the count of all nodes is next
     observing: bool = False  # mode observe, known from the start
 
-    @property
-    def free(self) -> bool:
-        """Whether a call may be made."""
-        return self.call is None
-
 
 # The numbers that the agent's decisions depend on, each named, with its unit and a reason for its default.
 

@@ -18,8 +18,10 @@ from enum import Enum, auto
 import msgspec
 import structlog
 
+from stepkeeper.core.events import JobState
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.slurm.client import OwnedJob, SlurmError
+from stepkeeper.slurm.jobs import job_state
 from stepkeeper.slurm.nodes import NodeCommands
 
 AFTER_S = 2
@@ -36,20 +38,6 @@ SAME_TIME_S = 5.0  # clocks of controller and node may differ by this
 REQUESTS_MAX = 64
 REQUESTS_PER_UID_MAX = 8
 _PENDING = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED"))
-_ENDED = frozenset(
-    (
-        "BOOT_FAIL",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    )
-)
 LAUNCH_FAILED_S = 1.0  # a launch that Slurm fails is over in some milliseconds, counted in whole seconds
 BEGAN_S = 1.5  # so an attempt that runs this long has begun
 
@@ -109,7 +97,7 @@ def judge_request(job_request: RequeueRequest, progress: Progress, job: OwnedJob
 def _before(job_request: RequeueRequest, progress: Progress, job: OwnedJob, now: float) -> Verdict:
     if job.state == "COMPLETING":
         return _WAIT
-    if job.state in _ENDED:
+    if _ended(job):
         long_ended = progress.ended_at is not None and now - progress.ended_at > ENDED_S
         return Verdict(Next.DONE, f"it ended: {job.state}") if long_ended else _WAIT
     if job.restarts <= job_request.restart_count:
@@ -131,13 +119,17 @@ def _after(progress: Progress, sent_at: float, job: OwnedJob, now: float) -> Ver
         return Verdict(Next.DONE, f"it is eligible and waits: {job.reason or 'for its turn'}")
     if job.state == "COMPLETING":
         return _WAIT  # Slurm may just have failed it
-    if job.state not in _ENDED and (progress.running_at is None or now - progress.running_at < BEGAN_S):
+    if not _ended(job) and (progress.running_at is None or now - progress.running_at < BEGAN_S):
         return _WAIT
     if _never_began(job) and job.restarts == progress.sent_restarts:
         if progress.requeues >= REQUEUES_MAX:
             return Verdict(Next.DONE, f"Slurm failed it {progress.requeues + 1} times before it began: {job.reason}")
         return Verdict(Next.REQUEUE, f"Slurm failed it before it began: {job.reason}")
     return Verdict(Next.DONE, f"the next attempt started: {job.state}")
+
+
+def _ended(job: OwnedJob) -> bool:
+    return job_state(job.state) is JobState.ENDED
 
 
 def _never_began(job: OwnedJob) -> bool:
@@ -291,10 +283,10 @@ class RequeueExpediter:
     def _note(self, entry: _Entry, job: OwnedJob, now: float) -> None:
         """Note since when the job is ended, or running after the update."""
         progress = entry.progress
-        runs = progress.sent_at is not None and job.state not in _ENDED | _PENDING | {"COMPLETING"}
+        runs = progress.sent_at is not None and not (_ended(job) or job.state in _PENDING or job.state == "COMPLETING")
         entry.progress = msgspec.structs.replace(
             progress,
-            ended_at=(progress.ended_at or now) if job.state in _ENDED else None,
+            ended_at=(progress.ended_at or now) if _ended(job) else None,
             running_at=(progress.running_at or now) if runs else None,
         )
 

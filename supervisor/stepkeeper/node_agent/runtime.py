@@ -27,7 +27,7 @@ from stepkeeper.node_agent.evaluate import Fitness
 from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
-from stepkeeper.node_agent.readings import KernelRecord, Reading
+from stepkeeper.node_agent.readings import Reading
 from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.redaction import redact
@@ -239,7 +239,7 @@ class Sources:
 
     def _take_line(self, reading: Reading) -> None:
         """Pass on what may be a fault: of a thousand other lines none reaches the loop."""
-        if not isinstance(reading, KernelRecord) or evaluate.concerns(reading):
+        if evaluate.concerns(reading):
             self._inbox.put_patiently(reading)
 
 

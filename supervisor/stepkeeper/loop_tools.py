@@ -160,6 +160,23 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:ERROR_CHARACTERS_MAX]
 
 
+def reraise(error: BaseException) -> None:
+    """Raise what nobody takes: the thread ends with a traceback."""
+    raise error
+
+
+def thread(name: str, work: Callable[[], object], on_failure: Callable[[BaseException], object]) -> threading.Thread:
+    """Return a thread, not started yet; whatever `work` raises is handed over, and the thread ends with it."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed over
+            on_failure(error)
+
+    return threading.Thread(target=guarded, name=name, daemon=True)
+
+
 class Inbox(Generic[Item]):
     """Items on their way to the loop, and what may fail without ending it.
 
@@ -204,16 +221,9 @@ class Inbox(Generic[Item]):
 
     def run_thread(self, name: str, work: Callable[[], object]) -> threading.Thread:
         """Run `work` on a thread; whatever it raises reaches the loop with its own traceback."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
-                self.fail(error)
-
-        thread = threading.Thread(target=guarded, name=name, daemon=True)
-        thread.start()
-        return thread
+        started = thread(name, work, self.fail)
+        started.start()
+        return started
 
     def run_optional(
         self, part: str, work: Callable[[], object], *, name: str = "", answer: Callable[[str], Item] | None = None

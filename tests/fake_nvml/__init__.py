@@ -78,7 +78,7 @@ class FakeNvml:
         self._say(f"set {gpu} uuid {uuid}")
 
     def set(self, gpu: int, **values: int) -> None:
-        """Set temperature, throttle, rows_pending, rows_failed, pages_pending, ecc_uncorrected, links, ..."""
+        """Set temperature, rows_pending, rows_failed, pages_pending, ecc_uncorrected, links, ..."""
         for name, value in values.items():
             self._say(f"set {gpu} {name} {value}")
 

@@ -36,8 +36,8 @@ static const unsigned long long XID = 0x8, NO_INSTANCE = 0xffffffffu;
 typedef struct { unsigned id; long long value; int known; } Field;
 
 typedef struct {
-    int index, lost, pending, failed, correctable, uncorrectable, ecc, sram, temperature, links, pages_pending;
-    unsigned long long throttle, events, links_down;
+    int index, lost, pending, failed, ecc, sram, temperature, links, pages_pending;
+    unsigned long long events, links_down;
     unsigned domain, bus, device;
     char uuid[96], name[96];
     Field fields[FIELDS];
@@ -102,11 +102,8 @@ static void set_value(Gpu *gpu, const char *key, const char *value) {
     else if (!strcmp(key, "rows_pending")) gpu->pending = number;
     else if (!strcmp(key, "pages_pending")) gpu->pages_pending = number;
     else if (!strcmp(key, "rows_failed")) gpu->failed = number;
-    else if (!strcmp(key, "rows_correctable")) gpu->correctable = number;
-    else if (!strcmp(key, "rows_uncorrectable")) gpu->uncorrectable = number;
     else if (!strcmp(key, "ecc_uncorrected")) gpu->ecc = number;
     else if (!strcmp(key, "sram_threshold")) gpu->sram = number;
-    else if (!strcmp(key, "throttle")) gpu->throttle = strtoull(value, NULL, 0);
     else if (!strcmp(key, "links")) gpu->links = number;
     else if (!strcmp(key, "links_down")) gpu->links_down = strtoull(value, NULL, 0);
     else if (!strcmp(key, "events")) gpu->events = strtoull(value, NULL, 0);
@@ -365,12 +362,6 @@ EXPORT int nvmlDeviceGetTotalEccErrors(Gpu *gpu, int type, int counter, unsigned
     return leave(OK);
 }
 
-EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *answer) {
-    ENTER_GPU;
-    *answer = gpu->throttle;
-    return leave(OK);
-}
-
 EXPORT int nvmlDeviceGetNvLinkState(Gpu *gpu, unsigned link, unsigned *answer) {
     ENTER_GPU;
     if (!gpu->links) return leave(NOT_SUPPORTED);
@@ -414,8 +405,7 @@ EXPORT int nvmlDeviceGetRetiredPagesPendingStatus(Gpu *gpu, unsigned *pending) {
 EXPORT int nvmlDeviceGetRemappedRows(Gpu *gpu, unsigned *correctable, unsigned *uncorrectable, unsigned *pending,
                                      unsigned *failed) {
     ENTER_GPU;
-    *correctable = (unsigned)gpu->correctable;
-    *uncorrectable = (unsigned)gpu->uncorrectable;
+    *correctable = *uncorrectable = 0;
     *pending = (unsigned)gpu->pending;
     *failed = (unsigned)gpu->failed;
     return leave(OK);
@@ -432,12 +422,6 @@ EXPORT int nvmlDeviceGetSramEccErrorStatus(Gpu *gpu, Sram *sram) {
     if (sram->version != (0x1000000u | (unsigned)sizeof *sram)) return leave(VERSION_MISMATCH);
     memset(sram->counts, 0, sizeof sram->counts);
     sram->exceeded = (unsigned)gpu->sram;
-    return leave(OK);
-}
-
-EXPORT int nvmlDeviceGetCurrentClocksEventReasons(Gpu *gpu, unsigned long long *answer) {
-    ENTER_GPU;
-    *answer = gpu->throttle;
     return leave(OK);
 }
 

@@ -75,12 +75,14 @@ def test_a_gpu_lost_before_it_was_listed_makes_the_node_unfit(nvml: FakeNvml) ->
     assert "GPU 2: lost" in run_checks(Wanted(), WITHIN_S).problems
 
 
-@pytest.mark.parametrize(("action", "words"), [(1, "reset"), (2, "reboot"), (4, "drain and reset"), (9, "unknown")])
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [(1, "reset the GPU"), (2, "reboot the node"), (9, "no agreed meaning: drain, and let a person look")],
+)
 def test_a_recovery_action_makes_the_node_unfit(nvml: FakeNvml, action: int, words: str) -> None:
     nvml.field(1, 230, action)
-    assert run_checks(Wanted(gpus=4), WITHIN_S).problems == (
-        f"GPU 1 0000:11:00.0: needs recovery action {action} ({words})",
-    )
+    expected = f"GPU 1 0000:11:00.0: GPU recovery action {action}: {words}"
+    assert run_checks(Wanted(gpus=4), WITHIN_S).problems == (expected,)
 
 
 def test_a_failed_remapping_is_a_problem_and_a_pending_one_a_warning_unless_asked(nvml: FakeNvml) -> None:

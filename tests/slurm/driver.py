@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _client(kind: str, python: str = "") -> SlurmClient:
+def _client(kind: str, python: str = "") -> SlurmCommands:
     if kind == "commands":
         return SlurmCommands()
     from stepkeeper.slurm.pyslurm_client import PyslurmClient  # noqa: PLC0415 - of no use to the others

@@ -30,7 +30,7 @@ from stepkeeper.run_analytics.metrics.textfile import exported
 from stepkeeper.run_store import journal, lines, paths
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import cmd
-from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.slurm.launch import Allocation, is_batch_process, node_name, read_allocation, require_no_batch_script
 from stepkeeper.slurm.pyslurm_client import ClientKind, choose
@@ -101,7 +101,7 @@ def _let_end(code: int) -> None:
 def _supervise(arguments: argparse.Namespace) -> int:
     environment = dict(os.environ)
     command = _command(arguments.cmd)
-    client: SlurmClient = SlurmCommands()
+    client: SlurmCommands = SlurmCommands()
     batch = is_batch_process(environment)
     config, directory = _configure(arguments, environment)
     settings = config.settings
@@ -258,7 +258,7 @@ def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found,
         return script, None
 
 
-def _cluster(client: SlurmClient, clock: Clock) -> ClusterSettings:
+def _cluster(client: SlurmCommands, clock: Clock) -> ClusterSettings:
     """Return the settings of the cluster; learn how its clock stands to ours."""
     cluster = patiently(client.settings)
     clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))
@@ -352,7 +352,7 @@ def _lease(
     allocation: Allocation,
     carried: journal.Carried,
     clock: Clock,
-    client: SlurmClient,
+    client: SlurmCommands,
 ) -> Lease:
     wanted = Lease(
         job_id=allocation.job_id,

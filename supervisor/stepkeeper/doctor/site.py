@@ -20,7 +20,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent.kernel import users_may_write
 from stepkeeper.node_agent.xid.parse import SYSCTL
-from stepkeeper.slurm.client import SlurmError, is_unconfigured
+from stepkeeper.slurm.client import SlurmError, is_unconfigured, parse_config
 from stepkeeper.slurm.jobs import call
 from stepkeeper_trainer.store import space
 
@@ -145,16 +145,6 @@ def _ask(*argv: str) -> str:
             f"{what}: no cluster is configured on this machine: Slurm's commands find neither a slurm.conf nor a "
             "server that has one; go to a login node, or set SLURM_CONF"
         ) from error
-
-
-def parse_config(text: str) -> dict[str, str]:
-    r"""Parse `scontrol show config`.
-
-    >>> parse_config("KillWait                = 30 sec\nJobRequeue = 1\n\nSlurmctld(primary) at a is UP\n")
-    {'KillWait': '30 sec', 'JobRequeue': '1'}
-    """
-    pairs = (line.partition("=") for line in text.splitlines() if re.match(r"\w[\w\[\]]*\s*=", line))
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def parse_partitions(text: str, settings: Mapping[str, str]) -> list[Partition]:

@@ -7,9 +7,9 @@ systemd's watchdog, and deadlines are looked at in every turn, so no flood can p
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Sequence
-from typing import assert_never
 
 import structlog
 
@@ -21,14 +21,9 @@ from stepkeeper.node_agent.core.decide import decide
 from stepkeeper.node_agent.core.events import (
     Alarm,
     AskNodes,
-    CheckNode,
     Effect,
-    ListJobs,
-    Reboot,
     Record,
     RecordDrain,
-    ResetGpus,
-    Resume,
     SetDrain,
     Tell,
 )
@@ -46,10 +41,11 @@ from stepkeeper.node_agent.readings import (
     Reading,
 )
 from stepkeeper.node_agent.requests import LookRequest
-from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, LocalClient, Sources, Stop, Systemd, reset_gpus
+from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, Sources, Stop, Systemd, reset_gpus
 from stepkeeper.node_agent.setup import SetupWatch
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
 from stepkeeper.node_agent.xid.judge import LISTED_AGAIN_AFTER_S
+from stepkeeper.slurm.nodes import NodeCommands
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
 HURRIED = (AskNodes, SetDrain)
@@ -71,7 +67,7 @@ class Agent:
         state: State,
         book: ledger.Ledger,
         catalogue: Catalogue,
-        client: LocalClient,
+        client: NodeCommands,
         systemd: Systemd,
         log: structlog.typing.FilteringBoundLogger,
         clock: Clock | None = None,
@@ -101,12 +97,18 @@ class Agent:
             noted=self._wait_for_ledger,
             mistaken=setup.mistaken,
         )
-        self._sources = Sources(config, state, client=client, jobs=self, inbox=self.inbox, log=log)
+        self._asked: queue.SimpleQueue[LookRequest] = queue.SimpleQueue()
+        self._sources = Sources(
+            config,
+            state,
+            client=client,
+            on_look=self._asked.put,
+            open_incidents=self._seen,
+            inbox=self.inbox,
+            log=log,
+        )
         self._sensor_health = SensorHealth()
-        self._looking = threading.Lock()  # of the two that follow
-        self._asked: list[LookRequest] = []
-        self._look_runs = False
-        self._listing_runs = False
+        self._listing: threading.Thread | None = None
         self._stopped = threading.Event()
         self._stopping = ""
         self._verdicts = ledger.VerdictWriter(
@@ -134,6 +136,7 @@ class Agent:
         self._record_boot()
         self._feed(on.Started(at=self.inbox.clock.now()))
         self._sources.start()
+        self.inbox.run_optional("look", self._look)
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
         self._setup.start()
@@ -156,32 +159,23 @@ class Agent:
     def _part_failed(self, part: str, error: BaseException, trace: str) -> None:
         self.log.error("part_failed", part=part, error=repr(error), traceback=trace)
 
-    # --- for the socket, from its thread ----------------------------------------------------------
+    # --- for the jobs on the node -------------------------------------------------------------------
 
-    def seen(self) -> list[protocol.Seen]:
+    def _seen(self) -> list[protocol.Seen]:
         """Return the open incidents of this boot: what a job gets when it joins.  Safe on any thread."""
         state = self.state  # a frozen record: one look at it is consistent
         return [_seen(each, self.policy.mode) for each in state.incidents if _is_open(each, state)]
 
-    def look(self, request: LookRequest) -> None:
-        """Have a fresh look taken, and answered with the number of faults to leave the node for.
+    def _look(self) -> None:
+        """Take a fresh look whenever a job asks, and answer with the number of faults to leave the node for.
 
         What the asker believes has no part in it.  All who ask during a look share the next one: a stuck NVML makes
         looks slow, and must not make them many.
         """
-        with self._looking:
-            self._asked.append(request)
-            if not self._look_runs:
-                self._look_runs = True
-                self.inbox.run_optional("look", self._look)
-
-    def _look(self) -> None:
         while True:
-            with self._looking:
-                asked, self._asked = self._asked, []
-                if not asked:
-                    self._look_runs = False
-                    return
+            asked = [self._asked.get()]
+            while not self._asked.empty():
+                asked.append(self._asked.get())
             if self.config.test.nvml:
                 self.inbox.guard("look", self._look_once)()
             # behind what was just read, so that it counts
@@ -197,7 +191,7 @@ class Agent:
         faults = [_seen(each, self.policy.mode) for each in _to_leave_for(self.state)]
         found = sum(fault.action.drains for fault in faults)
         for request in asked:
-            self._sources.answer_look(request, found)
+            self._sources.socket.answer_look(request, found)
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -212,24 +206,15 @@ class Agent:
             # one that cannot be judged would be the next agent's first one, and its last
             for event in self.inbox.guard("judging", self._judging.events)(item, self.inbox.clock.now()) or ():
                 self._feed(event)
-            if self._judging.wants_listing and not self._listing_runs:
-                self._listing_runs = True
-                self.inbox.run_optional("listing", self._list_again)
+            if self._judging.wants_listing and not (self._listing and self._listing.is_alive()):
+                self._listing = self.inbox.run_optional("listing", self._list_again)
         else:
             self._feed(item)
 
     def _list_again(self) -> None:
         """Have the GPUs listed once more: NVML's process says only once which there are."""
-        self._stopped.wait(LISTED_AGAIN_AFTER_S + LISTED_AGAIN_MARGIN_S)
-        if not self._stopped.is_set():
-            self.inbox.guard("listing", self._list_once)()
-        self.inbox.put(Do(self._listed_again))
-
-    def _list_once(self) -> None:
-        self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
-
-    def _listed_again(self) -> None:
-        self._listing_runs = False
+        if not self._stopped.wait(LISTED_AGAIN_AFTER_S + LISTED_AGAIN_MARGIN_S):
+            self.inbox.put(nvml.once(LOOK_WITHIN_S).status)
 
     def _note_sensor_health(self, item: Reading) -> None:
         """Say aloud that a sensor sees nothing: no news of it is no good news then."""
@@ -266,7 +251,7 @@ class Agent:
             if not isinstance(effect, HURRIED):
                 self._perform(effect)
 
-    def _perform(self, effect: Effect) -> None:  # noqa: C901 - one case an effect
+    def _perform(self, effect: Effect) -> None:
         match effect:
             case Record():
                 self._record(effect.incident)
@@ -274,25 +259,11 @@ class Agent:
             case RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
             case Tell():
-                self._sources.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
+                self._sources.socket.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
             case Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
-            case ListJobs():
-                self._acts.list_jobs(effect)
-            case AskNodes():
-                self._acts.ask_nodes(effect)
-            case SetDrain():
-                self._acts.drain(effect)
-            case Resume():
-                self._acts.resume(effect)
-            case Reboot():
-                self._acts.reboot(effect)
-            case ResetGpus():
-                self._acts.reset_gpus(effect)
-            case CheckNode():
-                self._acts.check_node(effect)
             case _:
-                assert_never(effect)
+                self._acts.perform(effect)
 
     def _record(self, incident: Incident) -> None:
         self._book.append(ledger.IncidentLine(incident=incident))
@@ -369,7 +340,7 @@ class Agent:
         if due is not None and now >= due:
             self._feed(on.Tick(at=now))
         self._show(now)
-        if self._systemd.watchdog_every_s is not None and self._sources.alive:
+        if self._systemd.watchdog_every_s is not None and self._sources.socket.alive:
             self._systemd.say(WATCHDOG="1")
         failed = self._book.failed
         if failed != self._ledger_failed:

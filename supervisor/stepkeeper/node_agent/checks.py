@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node_agent.readings import GpuHealth, NvmlState
+from stepkeeper.node_agent.xid.payload import recovery
 
 ANSWER_BYTES_MAX = 4096
 DIES_WITHIN_S = 0.5
 GRACE_S = 2.5  # what the children's deaths may take beyond the limit
-RECOVERY = {1: "reset", 2: "reboot", 3: "drain peer-to-peer", 4: "drain and reset"}
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -219,9 +219,8 @@ def _gpu(found: _Findings, health: GpuHealth, wanted: Wanted) -> None:
     if health.silent:
         found.problems.append(f"{name}: does not answer: {'; '.join(health.errors)}")
         return
-    if health.recovery_action:
-        action = RECOVERY.get(health.recovery_action, "unknown")
-        found.problems.append(f"{name}: needs recovery action {health.recovery_action} ({action})")
+    if (asked := recovery(health.recovery_action)) is not None:
+        found.problems.append(f"{name}: {asked.why}")
     if health.rows_failed:
         found.problems.append(f"{name}: a row could not be remapped")
     findings = found.problems if wanted.pending_is_problem else found.warnings

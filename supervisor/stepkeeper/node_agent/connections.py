@@ -1,4 +1,4 @@
-"""One connection: what its peer sent, and what it has not read yet.  Nothing here waits."""
+"""The peers of the agent's socket: who they are, and how much of the agent each may have.  Nothing here waits."""
 
 from __future__ import annotations
 
@@ -7,75 +7,69 @@ import os
 import re
 import select
 import socket
-import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 
 import msgspec
 import structlog
 
-from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX
+from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
 
 # How much of anything one user, or all of them, may have of the agent.
 
 
+class Rate(msgspec.Struct, frozen=True, array_like=True):
+    """So many a second, and so many at once."""
+
+    per_s: float
+    burst: float
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """One field a limit.  Rates are a second; a burst is what may come at once."""
+    """One field a limit."""
 
     connections_max: int = 256
     connections_per_uid_max: int = 32
     backlog: int = 4096
-    accepts_per_s: float = 10_000.0  # of all: a caller behind one that connects without end is served soon
-    accepts_burst: float = 1000.0
-    accepts_per_uid_per_s: float = 20.0
-    accepts_per_uid_burst: float = 64.0
-    packets_per_s: float = 5.0  # of one connection
-    packets_burst: float = 20.0
-    packets_per_uid_per_s: float = 50.0
-    packets_per_uid_burst: float = 200.0
+    accepts: Rate = Rate(10_000.0, 1000.0)  # of all: a caller behind one that connects without end is served soon
+    accepts_per_uid: Rate = Rate(20.0, 64.0)
+    packets: Rate = Rate(5.0, 20.0)  # of one connection
+    packets_per_uid: Rate = Rate(50.0, 200.0)
     unjoined_s: float = 10.0  # a connection that has not joined is closed then
     outgoing_max: int = 64  # messages that a peer has not read
     outgoing_stuck_s: float = 10.0  # how long the kernel may refuse to take the next one
     send_buffer_bytes: int = 32 * 1024
     uids_max: int = 4096  # users remembered in each table below; a user with subordinate uids has 65,536
-    looks_per_uid_per_s: float = 0.1
-    looks_per_uid_burst: float = 3.0
-    looks_per_s: float = 1.0
-    looks_burst: float = 10.0
+    looks: Rate = Rate(1.0, 10.0)
+    looks_per_uid: Rate = Rate(0.1, 3.0)
     looks_waiting_max: int = 4  # of one connection
     look_within_s: float = 60.0
-    questions_max: int = 32  # to Slurm, waiting
+    questions: Rate = Rate(5.0, 20.0)  # to Slurm
+    questions_per_uid: Rate = Rate(0.5, 5.0)
+    questions_max: int = 32  # waiting
     questions_per_uid_max: int = 4
-    questions_per_uid_per_s: float = 0.5
-    questions_per_uid_burst: float = 5.0
-    questions_per_s: float = 5.0
-    questions_burst: float = 20.0
     answers_kept: int = 256
     answers_kept_s: float = 5.0
-    expedites_per_uid_per_s: float = 0.1  # wishes that are new or changed: each costs Slurm calls
-    expedites_per_uid_burst: float = 10.0
+    expedites_per_uid: Rate = Rate(0.1, 10.0)  # requests that are new or changed: each costs Slurm calls
     jobs_max: int = 1024
     jobs_per_uid_max: int = 128
-    log_lines_per_s: float = 1.0
-    log_lines_burst: float = 20.0
-    log_lines_per_uid_per_s: float = 0.2
-    log_lines_per_uid_burst: float = 5.0
+    log_lines: Rate = Rate(1.0, 20.0)
+    log_lines_per_uid: Rate = Rate(0.2, 5.0)
 
 
 class Bucket:
     """A token bucket."""
 
-    __slots__ = ("_at", "_burst", "_left", "_rate")
+    __slots__ = ("_at", "_left", "_rate")
 
-    def __init__(self, rate: float, burst: float, now: float) -> None:
+    def __init__(self, rate: Rate, now: float) -> None:
         self._rate = rate
-        self._burst = burst
-        self._left = burst
+        self._left = rate.burst
         self._at = now
 
     def take(self, now: float) -> bool:
         """Take one token, if there is one."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._left = min(self._rate.burst, self._left + (now - self._at) * self._rate.per_s)
         self._at = now
         if self._left < 1.0:
             return False
@@ -86,9 +80,8 @@ class Bucket:
 class Buckets:
     """One bucket a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
 
-    def __init__(self, rate: float, burst: float, uids_max: int) -> None:
+    def __init__(self, rate: Rate, uids_max: int) -> None:
         self._rate = rate
-        self._burst = burst
         self._uids_max = uids_max
         self._of: OrderedDict[int, Bucket] = OrderedDict()
 
@@ -98,7 +91,7 @@ class Buckets:
         if bucket is None:
             if len(self._of) >= self._uids_max:
                 self._of.popitem(last=False)
-            bucket = self._of[uid] = Bucket(self._rate, self._burst, now)
+            bucket = self._of[uid] = Bucket(self._rate, now)
         self._of.move_to_end(uid)
         return bucket.take(now)
 
@@ -108,8 +101,8 @@ class BoundedLog:
 
     def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits, now: float) -> None:
         self._log = log
-        self._all = Bucket(limits.log_lines_per_s, limits.log_lines_burst, now)
-        self._each = Buckets(limits.log_lines_per_uid_per_s, limits.log_lines_per_uid_burst, limits.uids_max)
+        self._all = Bucket(limits.log_lines, now)
+        self._each = Buckets(limits.log_lines_per_uid, limits.uids_max)
         self._left_out = 0
 
     def room(self, now: float, uid: int) -> int | None:
@@ -145,7 +138,7 @@ class Connection:
         self.job_id: int | None = None  # joined
         self.asking = False  # Slurm is asked about its `Join`
         self.looks: dict[int, float] = {}  # number of the look -> answered until
-        self.rate = Bucket(limits.packets_per_s, limits.packets_burst, now)
+        self.rate = Bucket(limits.packets, now)
         self._limits = limits
         self._outgoing: deque[bytes] = deque()
         self._stuck_at: float | None = None
@@ -279,9 +272,9 @@ class Door:
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
-        self.accepts = Bucket(limits.accepts_per_s, limits.accepts_burst, now)
-        self._accepts_of = Buckets(limits.accepts_per_uid_per_s, limits.accepts_per_uid_burst, limits.uids_max)
-        self._packets_of = Buckets(limits.packets_per_uid_per_s, limits.packets_per_uid_burst, limits.uids_max)
+        self.accepts = Bucket(limits.accepts, now)
+        self._accepts_of = Buckets(limits.accepts_per_uid, limits.uids_max)
+        self._packets_of = Buckets(limits.packets_per_uid, limits.uids_max)
 
     def refusal(self, uid: int, now: float, inside: Collection[Connection]) -> str:
         """Return why a user may not come in, or nothing."""
@@ -313,7 +306,6 @@ class Door:
 #
 # A user chooses neither the credentials of a socket nor the control group that slurmstepd put its processes in.
 
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 _PROC_BYTES_MAX = 16 * 1024
 # in these hierarchies only root makes groups; `name=systemd` and parts of the unified one are handed to users
@@ -322,25 +314,12 @@ _V1 = re.compile(r"/slurm(?:_(?P<node>[^/]+))?/uid_(?P<uid>\d+)/job_(?P<job>\d+)
 _V2 = re.compile(r"/system\.slice/(?:(?P<node>[^/]+)_)?slurmstepd\.scope/job_(?P<job>\d+)/step_[^/]+(?:/.*)?")
 
 
-class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the process that connected, at that moment."""
-
-    pid: int  # 0: not to be seen from here
-    uid: int
-
-
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
     """The job whose step a process is in."""
 
     job_id: int
     uid: int | None  # of the job; None where the path does not say
     node: str  # empty: the only one of this machine
-
-
-def credentials(sock: socket.socket) -> Credentials:
-    """Return who connected."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Credentials(pid=pid, uid=uid)
 
 
 def job_of(sock: socket.socket, peer: Credentials) -> Membership | None:

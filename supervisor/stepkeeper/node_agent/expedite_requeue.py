@@ -18,7 +18,11 @@ from enum import Enum, auto
 import msgspec
 import structlog
 
-from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
+from stepkeeper.core.events import JobState
+from stepkeeper.loop_tools import reraise, thread
+from stepkeeper.slurm.client import OwnedJob, SlurmError
+from stepkeeper.slurm.jobs import job_state
+from stepkeeper.slurm.nodes import NodeCommands
 
 AFTER_S = 2
 GIVE_UP_S = 300.0
@@ -31,23 +35,9 @@ PACE_S = 0.1  # between two calls of all jobs
 REQUEUES_MAX = 2
 REFUSALS_MAX = 3
 SAME_TIME_S = 5.0  # clocks of controller and node may differ by this
-WISHES_MAX = 64
-WISHES_PER_UID_MAX = 8
+REQUESTS_MAX = 64
+REQUESTS_PER_UID_MAX = 8
 _PENDING = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED"))
-_ENDED = frozenset(
-    (
-        "BOOT_FAIL",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    )
-)
 LAUNCH_FAILED_S = 1.0  # a launch that Slurm fails is over in some milliseconds, counted in whole seconds
 BEGAN_S = 1.5  # so an attempt that runs this long has begun
 
@@ -64,7 +54,6 @@ class RequeueRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a request has come.  Times are Unix seconds."""
 
-    asked_at: float
     sent_at: float | None = None  # the update was accepted
     sent_restarts: int = 0  # the attempt that it is about
     ended_at: float | None = None  # the asker's attempt was seen ended, and not requeued yet
@@ -108,7 +97,7 @@ def judge_request(job_request: RequeueRequest, progress: Progress, job: OwnedJob
 def _before(job_request: RequeueRequest, progress: Progress, job: OwnedJob, now: float) -> Verdict:
     if job.state == "COMPLETING":
         return _WAIT
-    if job.state in _ENDED:
+    if _ended(job):
         long_ended = progress.ended_at is not None and now - progress.ended_at > ENDED_S
         return Verdict(Next.DONE, f"it ended: {job.state}") if long_ended else _WAIT
     if job.restarts <= job_request.restart_count:
@@ -130,13 +119,17 @@ def _after(progress: Progress, sent_at: float, job: OwnedJob, now: float) -> Ver
         return Verdict(Next.DONE, f"it is eligible and waits: {job.reason or 'for its turn'}")
     if job.state == "COMPLETING":
         return _WAIT  # Slurm may just have failed it
-    if job.state not in _ENDED and (progress.running_at is None or now - progress.running_at < BEGAN_S):
+    if not _ended(job) and (progress.running_at is None or now - progress.running_at < BEGAN_S):
         return _WAIT
     if _never_began(job) and job.restarts == progress.sent_restarts:
         if progress.requeues >= REQUEUES_MAX:
             return Verdict(Next.DONE, f"Slurm failed it {progress.requeues + 1} times before it began: {job.reason}")
         return Verdict(Next.REQUEUE, f"Slurm failed it before it began: {job.reason}")
     return Verdict(Next.DONE, f"the next attempt started: {job.state}")
+
+
+def _ended(job: OwnedJob) -> bool:
+    return job_state(job.state) is JobState.ENDED
 
 
 def _never_began(job: OwnedJob) -> bool:
@@ -157,7 +150,7 @@ class _Entry:
     def __init__(self, job_request: RequeueRequest, before: _Entry | None = None) -> None:
         """`before`: the request that it replaces, whose pace it keeps."""
         self.job_request = job_request
-        self.progress = Progress(asked_at=time.time())
+        self.progress = Progress()
         self.began_at = self.next_at = time.monotonic()
         self.unreachable = False
         if before is not None:
@@ -171,23 +164,22 @@ class RequeueExpediter:
 
     def __init__(
         self,
-        client: NodeClient,
+        client: NodeCommands,
         log: structlog.typing.FilteringBoundLogger,
         *,
         give_up_s: float = GIVE_UP_S,
         poll_s: float = POLL_S,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], object] = reraise,
     ) -> None:
         self._client = client
         self._log = log
         self._give_up_s = give_up_s
         self._poll_s = poll_s
-        self._on_failure = on_failure
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._turns: dict[int | None, float] = {}  # by user: no call before; of those who have a request
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="hasten", daemon=True)
+        self._thread = thread("expedite", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
@@ -216,7 +208,7 @@ class RequeueExpediter:
             known = self._entries.get(job_request.job_id)
             if known is None:
                 each_uid = Counter(each.job_request.uid for each in self._entries.values())
-                if len(self._entries) >= WISHES_MAX or each_uid[job_request.uid] >= WISHES_PER_UID_MAX:
+                if len(self._entries) >= REQUESTS_MAX or each_uid[job_request.uid] >= REQUESTS_PER_UID_MAX:
                     return False
             elif known.job_request == job_request:
                 return True  # asked again: it goes on
@@ -242,13 +234,8 @@ class RequeueExpediter:
             self._thread.join(within_s)
 
     def _work(self) -> None:
-        try:
-            while (entry := self._due()) is not None:
-                self._see_to(entry)
-        except BaseException as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
+        while (entry := self._due()) is not None:
+            self._see_to(entry)
 
     def _due(self) -> _Entry | None:
         """Return the request whose turn it is, when it is; None at the end."""
@@ -296,10 +283,10 @@ class RequeueExpediter:
     def _note(self, entry: _Entry, job: OwnedJob, now: float) -> None:
         """Note since when the job is ended, or running after the update."""
         progress = entry.progress
-        runs = progress.sent_at is not None and job.state not in _ENDED | _PENDING | {"COMPLETING"}
+        runs = progress.sent_at is not None and not (_ended(job) or job.state in _PENDING or job.state == "COMPLETING")
         entry.progress = msgspec.structs.replace(
             progress,
-            ended_at=(progress.ended_at or now) if job.state in _ENDED else None,
+            ended_at=(progress.ended_at or now) if _ended(job) else None,
             running_at=(progress.running_at or now) if runs else None,
         )
 

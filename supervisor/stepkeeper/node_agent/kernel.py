@@ -1,7 +1,8 @@
-"""Reads the kernel's log, /dev/kmsg: from the oldest record that is still there, without missing or repeating any.
+"""What the kernel says: its log, what the journal kept of the log of the boot before, sysfs and /proc.
 
-A record says who wrote it: facility 0 is the kernel itself, and what user space wrote has another facility, whatever
-its text claims.  Only the kernel's own records are passed on.
+Of /dev/kmsg no record is missed or repeated, from the oldest one on that is still there.  A record says who wrote it:
+facility 0 is the kernel itself, and what user space wrote has another facility, whatever its text claims.  Only the
+kernel's own records are passed on.
 """
 
 from __future__ import annotations
@@ -504,11 +505,6 @@ class EvidenceReader(Stoppable):
         self._roots = roots or Roots()
         self._every_s = every_s
         self._now: tuple[Evidence, ...] = ()
-
-    @property
-    def latest(self) -> tuple[Evidence, ...]:
-        """Everything, as of the last look: goes beside a fault."""
-        return self._now
 
     def _run(self) -> None:
         while True:

@@ -1,8 +1,8 @@
-"""`incidents.jsonl`: what the agent must not forget, over its own end and over a reboot.
+"""What the agent writes: `incidents.jsonl`, which it must not forget, and `verdict.json`, for Slurm's hooks.
 
-One JSON line a change, each durable when it is written; a later line of the same incident replaces the earlier one.
-A torn last line is passed over, and closed by the next.  When the file has grown, it is written anew with what still
-matters.  Writing has a thread of its own: a slow disk delays no drain.
+The ledger outlives the agent and a reboot.  One JSON line a change, each durable when it is written; a later line of
+the same incident replaces the earlier one.  A torn last line is passed over, and closed by the next.  When the file
+has grown, it is written anew with what still matters.  Writing has a thread of its own: a slow disk delays no drain.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent.core.incidents import forget
 from stepkeeper.node_agent.core.plan import pending, waits_for_crowd
 from stepkeeper.node_agent.core.state import Drain, Incident, Mode, Policy, Repair, State
@@ -153,9 +154,9 @@ class Ledger:
         self._changed = threading.Condition()
         self._waiting: deque[Line] = deque(maxlen=WAITING_MAX)
         self._busy = False
-        self.on_failure: Callable[[BaseException], None] | None = None  # of a mistake of ours: the thread ends with it
+        self.on_failure: Callable[[BaseException], object] = reraise  # of a mistake of ours: the thread ends with it
         self.failed = ""  # why the newest write failed; empty when it did not
-        threading.Thread(target=self._write, name="ledger", daemon=True).start()
+        thread("ledger", self._write, lambda error: self.on_failure(error)).start()  # noqa: PLW0108 - set later
 
     def append(self, line: Line) -> None:
         """Hand over one line; returns at once."""
@@ -170,14 +171,6 @@ class Ledger:
             return not (self._waiting or self._busy)
 
     def _write(self) -> None:
-        try:
-            self._write_on()
-        except BaseException as error:
-            if self.on_failure is None:
-                raise
-            self.on_failure(error)
-
-    def _write_on(self) -> None:
         while True:
             with self._changed:
                 if self.failed:

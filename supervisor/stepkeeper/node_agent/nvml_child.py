@@ -64,13 +64,6 @@ EVENT_WORDS = {
     EVENT_UNAVAILABLE: "GPU unavailable",
     EVENT_RECOVERY_ACTION: "recovery action changed",
 }
-THROTTLE_WORDS = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "thermal slowdown by software",
-    0x40: "thermal slowdown by hardware",
-    0x80: "power brake",
-}
 WAIT_S = 10.0  # for an event: also how often the events thread says that it lives
 FOR_EVER_S = 1e12
 LINKS_MAX = 64  # more than any GPU has
@@ -273,15 +266,8 @@ def _recovery_action(lane: Lane, device: Device) -> dict[str, Any]:
 
 
 def _remapped_rows(lane: Lane, device: Device) -> dict[str, Any]:
-    correctable, uncorrectable, pending, failed = lane.call(
-        "nvmlDeviceGetRemappedRows", device.handle, of=device.gpu.pci
-    )
-    return {
-        "rows_correctable": correctable,
-        "rows_uncorrectable": uncorrectable,
-        "rows_pending": bool(pending),
-        "rows_failed": bool(failed),
-    }
+    _, _, pending, failed = lane.call("nvmlDeviceGetRemappedRows", device.handle, of=device.gpu.pci)
+    return {"rows_pending": bool(pending), "rows_failed": bool(failed)}
 
 
 def _retired_pages(lane: Lane, device: Device) -> dict[str, Any]:
@@ -307,12 +293,7 @@ def _temperature(lane: Lane, device: Device) -> dict[str, Any]:
     return {"temperature_c": lane.call("nvmlDeviceGetTemperature", device.handle, of_the_chip, of=device.gpu.pci)}
 
 
-def _throttled(lane: Lane, device: Device) -> dict[str, Any]:
-    bits = lane.call("nvmlDeviceGetCurrentClocksThrottleReasons", device.handle, of=device.gpu.pci)
-    return {"throttled": tuple(words for bit, words in THROTTLE_WORDS.items() if bits & bit)}
-
-
-QUESTIONS = (_recovery_action, _remapped_rows, _retired_pages, _ecc, _sram, _temperature, _throttled)
+QUESTIONS = (_recovery_action, _remapped_rows, _retired_pages, _ecc, _sram, _temperature)
 
 
 class Links:

@@ -158,9 +158,22 @@ LOOK_WITHIN_S = 65.0
 CONNECT_WITHIN_S = 2.0
 PACKETS_PER_RECEIVE = 64
 KEPT_MAX = 256
-_CREDENTIALS = struct.Struct("iII")
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _TIMEVAL = struct.Struct("ll")
 _Answer = TypeVar("_Answer", Joined, Looked, Accepted)
+
+
+class Credentials(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the process at the other end of a socket, as it connected or listened."""
+
+    pid: int  # 0: not to be seen from here
+    uid: int
+
+
+def credentials(sock: socket.socket) -> Credentials:
+    """Return who is at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return Credentials(pid=pid, uid=uid)
 
 
 class AgentError(Exception):
@@ -240,8 +253,7 @@ class AgentClient:
         self._socket.setblocking(False)  # noqa: FBT003 - the method takes no keyword
 
     def _check(self, path: str, trusted_uid: int) -> None:
-        packed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        uid = _CREDENTIALS.unpack(packed)[1]  # of the process that called listen
+        uid = credentials(self._socket).uid  # of the process that called listen
         if uid != trusted_uid:
             raise AgentUntrustedError(f"{path}: uid {uid} listens there, not {trusted_uid}: not the node agent")
 

@@ -84,13 +84,10 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
     recovery_action: int | None = None  # field 230
     rows_pending: bool | None = None  # a remapped row waits for a reset
     rows_failed: bool | None = None  # remapping has failed
-    rows_correctable: int | None = None
-    rows_uncorrectable: int | None = None
     pages_pending: bool | None = None  # before Ampere: a page waits for a reset to be retired
     ecc_uncorrected: int | None = None  # volatile: since the last reset
     sram_threshold_exceeded: bool | None = None
     temperature_c: int | None = None
-    throttled: tuple[str, ...] = ()  # reasons, in words: evidence only
     errors: tuple[str, ...] = ()  # calls that failed, and how
 
     @property
@@ -104,7 +101,7 @@ class GpuHealth(_Reading, frozen=True, kw_only=True, tag="gpu_health"):
 
 
 class Evidence(_Reading, frozen=True, kw_only=True, tag="evidence"):
-    """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, throttling, pressure."""
+    """A counter or state that says something and proves nothing: AER, InfiniBand, NVLink, disks, pressure."""
 
     what: (
         str  # `aer`, `infiniband`, `disk`, `memory_pressure`, `nvlink`, `nvml_events`, `sensor`: it cannot do its work
@@ -167,14 +164,16 @@ class Stoppable(ABC):
         """Begin."""
         self._thread.start()
 
-    def stop(self, within_s: float = 3.0) -> None:
-        """End the thread, and what it has started, once; returns in time."""
+    def stop(self, within_s: float = 3.0) -> bool:
+        """End the thread, and what it has started, once; return in time, and whether it has ended."""
         os.write(self._stop_write, b"x")
         if self._thread.ident is not None:  # it was started
             self._thread.join(within_s)
-        if not self._thread.is_alive():
-            os.close(self._stop_read)
-            os.close(self._stop_write)
+        if self._thread.is_alive():
+            return False
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+        return True
 
     # --- on the thread ----------------------------------------------------------------------------
 

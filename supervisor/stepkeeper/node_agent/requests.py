@@ -8,18 +8,18 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import structlog
 
+from stepkeeper.loop_tools import thread
 from stepkeeper.node_agent import protocol
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, JoinedJobs, Limits, job_of
 from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequest
 from stepkeeper.node_agent.protocol import (
     Accepted,
     ExpediteRequeue,
-    FromAgent,
     Join,
     Joined,
     Look,
@@ -28,7 +28,11 @@ from stepkeeper.node_agent.protocol import (
     Seen,
     ToAgent,
 )
-from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
+from stepkeeper.slurm.client import OwnedJob, SlurmError
+from stepkeeper.slurm.nodes import NodeCommands
+
+if TYPE_CHECKING:
+    from stepkeeper.node_agent.server import AgentSocket
 
 # Slurm is asked whose job it is on a thread of its own: a controller that is away must not stop the socket.
 
@@ -38,17 +42,16 @@ Answer = OwnedJob | SlurmError
 class Questions:
     """Asks `owned_job`.  `ask` is called on one thread only, and `answered` comes on the asking one."""
 
-    def __init__(self, client: NodeClient, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, client: NodeCommands, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
         self._client = client
         self._limits = limits
-        self._on_failure = on_failure
         self._queue: queue.Queue[tuple[int, int, Callable[[Answer], None]] | None] = queue.Queue(limits.questions_max)
         self._lock = threading.Lock()
         self._waiting: Counter[int] = Counter()  # by uid
         self._kept: OrderedDict[int, tuple[float, Answer]] = OrderedDict()
-        self._rate = Bucket(limits.questions_per_s, limits.questions_burst, time.monotonic())
-        self._rates = Buckets(limits.questions_per_uid_per_s, limits.questions_per_uid_burst, limits.uids_max)
-        self._thread = threading.Thread(target=self._work, name="socket-questions", daemon=True)
+        self._rate = Bucket(limits.questions, time.monotonic())
+        self._rates = Buckets(limits.questions_per_uid, limits.uids_max)
+        self._thread = thread("socket-questions", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
@@ -84,11 +87,8 @@ class Questions:
             self._thread.join(within_s)
 
     def _work(self) -> None:
-        try:
-            while (item := self._queue.get()) is not None:
-                self._answer(*item)
-        except BaseException as error:  # noqa: BLE001 - handed to the server that owns the socket
-            self._on_failure(error)
+        while (item := self._queue.get()) is not None:
+            self._answer(*item)
 
     def _answer(self, job_id: int, uid: int, answered: Callable[[Answer], None]) -> None:
         answer: Answer
@@ -122,31 +122,10 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job asks the agent to look at its GPUs.  A hint where to look, never evidence."""
+    """A job asks the agent to look at the GPUs, all of them: what else it says is for the log, and no evidence."""
 
     connection: int
     number: int
-    job_id: int
-    uid: int
-    pci: str = ""
-    ordinal: int | None = None
-    why: str = ""  # printable ASCII
-
-
-class Server(Protocol):
-    """What the requests need of the thread that serves the connections."""
-
-    def send(self, number: int, message: FromAgent) -> None:
-        """Send to a connection, if it is still there.  On the serving thread only."""
-        ...
-
-    def post(self, call: Callable[[float], None]) -> None:
-        """Have something done on the serving thread, from any thread; it gets the time then."""
-        ...
-
-    def connection(self, number: int) -> Connection | None:
-        """Return a connection that is still there."""
-        ...
 
 
 class Requests:
@@ -154,12 +133,12 @@ class Requests:
 
     def __init__(
         self,
-        server: Server,
+        server: AgentSocket,
         *,
         node: str,
         acts: bool,
         version: str,
-        client: NodeClient,
+        client: NodeCommands,
         expediter: RequeueExpediter,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
@@ -180,9 +159,9 @@ class Requests:
         self._limits = limits
         self.questions = Questions(client, limits, on_failure)
         self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
-        self._looks = Bucket(limits.looks_per_s, limits.looks_burst, now)
-        self._looks_of = Buckets(limits.looks_per_uid_per_s, limits.looks_per_uid_burst, limits.uids_max)
-        self._expedites_of = Buckets(limits.expedites_per_uid_per_s, limits.expedites_per_uid_burst, limits.uids_max)
+        self._looks = Bucket(limits.looks, now)
+        self._looks_of = Buckets(limits.looks_per_uid, limits.uids_max)
+        self._expedites_of = Buckets(limits.expedites_per_uid, limits.uids_max)
         self._granted = BoundedLog(log, limits, now)
         self._look_number = 0
 
@@ -275,17 +254,7 @@ class Requests:
         connection.looks[self._look_number] = now + self._limits.look_within_s
         why = _UNPRINTABLE.sub(" ", look.why[:WHY_CHARACTERS_MAX])
         self._log.info("look_asked", job=look.job_id, uid=uid, pci=look.pci, ordinal=look.ordinal, why=why)
-        self._on_look(
-            LookRequest(
-                connection=connection.number,
-                number=self._look_number,
-                job_id=look.job_id,
-                uid=uid,
-                pci=look.pci.lower(),
-                ordinal=look.ordinal,
-                why=why,
-            )
-        )
+        self._on_look(LookRequest(connection=connection.number, number=self._look_number))
 
     def looked(self, request: LookRequest, found: int) -> None:
         """Tell the asker what the agent found."""

@@ -1,4 +1,4 @@
-"""The agent's log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3))."""
+"""What the agent's loop runs on: its log, systemd, its queue, the sources that fill it, and the acts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, assert_never, cast
 
 import msgspec
 import structlog
@@ -27,11 +27,14 @@ from stepkeeper.node_agent.evaluate import Fitness
 from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
-from stepkeeper.node_agent.readings import KernelRecord, Reading
+from stepkeeper.node_agent.readings import Reading
 from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.redaction import redact
-from stepkeeper.slurm.client import JobsHere, NodeClient, NodeFacts, SlurmError
+from stepkeeper.slurm.client import JobsHere, NodeFacts, SlurmError
+from stepkeeper.slurm.nodes import NodeCommands
+
+# The log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3)).
 
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
@@ -147,28 +150,17 @@ EVIDENCE_EVERY_S = 60.0
 JOURNALCTL_ENDS_WITHIN_S = 2.0
 
 
-class Jobs(Protocol):
-    """What the socket needs of the agent."""
-
-    def seen(self) -> list[Seen]:
-        """Return the open incidents."""
-        ...
-
-    def look(self, request: LookRequest) -> None:
-        """Look anew; `answer_look` comes."""
-        ...
-
-
 class Sources:
-    """Everything that puts readings into the inbox, and the way out to jobs."""
+    """Everything that puts readings into the inbox, and the socket to jobs."""
 
     def __init__(
         self,
         config: NodeConfig,
         state: State,
         *,
-        client: NodeClient,
-        jobs: Jobs,
+        client: NodeCommands,
+        on_look: Callable[[LookRequest], None],
+        open_incidents: Callable[[], list[Seen]],
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
@@ -189,13 +181,13 @@ class Sources:
         self._journal: threading.Thread | None = None
         self._nvml_lock = threading.Lock()
         self._nvml: NvmlProcess | None = None
-        self._socket = AgentSocket(
+        self.socket = AgentSocket(
             str(config.socket_path),
             node=config.name,
             acts=config.mode is Mode.ACT,
             client=client,
-            on_look=jobs.look,
-            open_incidents=jobs.seen,
+            on_look=on_look,
+            open_incidents=open_incidents,
             log=log,
             version=__version__,
             on_failure=inbox.fail,
@@ -208,7 +200,7 @@ class Sources:
             StepkeeperError: the socket's place is taken or not safe.
         """
         try:
-            self._socket.start()
+            self.socket.start()
         except PlaceError as error:
             raise StepkeeperError(str(error), ExitCode.USAGE) from error
         self._kernel_log.start()
@@ -226,22 +218,9 @@ class Sources:
         self.pause_nvml()
         self._kernel_log.stop()
         self._evidence.stop(kernel.ENDS_WITHIN_S)
-        self._socket.close()
+        self.socket.close()
         if self._journal is not None:
             self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the socket's threads work."""
-        return self._socket.alive
-
-    def publish(self, seen: Seen) -> None:
-        """Tell the jobs on the node."""
-        self._socket.publish(seen)
-
-    def answer_look(self, request: LookRequest, found: int) -> None:
-        """Answer a job that asked for a look."""
-        self._socket.answer_look(request, found)
 
     def pause_nvml(self) -> None:
         """End the NVML process: while it lives, it holds the GPUs open."""
@@ -260,7 +239,7 @@ class Sources:
 
     def _take_line(self, reading: Reading) -> None:
         """Pass on what may be a fault: of a thousand other lines none reaches the loop."""
-        if not isinstance(reading, KernelRecord) or evaluate.concerns(reading):
+        if evaluate.concerns(reading):
             self._inbox.put_patiently(reading)
 
 
@@ -269,12 +248,7 @@ class Sources:
 WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
 
-class LocalClient(NodeClient, Protocol):
-    """What the agent asks of Slurm, the node's own slurmstepds included."""
-
-    def jobs_here(self, name: str) -> JobsHere:
-        """Return the jobs on this node and their owners, without a call to the controller."""
-        ...
+Act = ListJobs | AskNodes | CheckNode | ResetGpus | SetDrain | Resume | Reboot
 
 
 class Acts:
@@ -287,7 +261,7 @@ class Acts:
     def __init__(
         self,
         node: str,
-        client: LocalClient,
+        client: NodeCommands,
         inbox: Inbox,
         *,
         check: Callable[[], Fitness],
@@ -303,9 +277,27 @@ class Acts:
         self._noted = noted
         self._mistaken = mistaken
 
-    def list_jobs(self, effect: ListJobs) -> None:
-        """Ask who is on the node; `JobsListed` comes."""
+    def perform(self, effect: Act) -> None:
+        """Begin one; the event that answers it comes."""
+        match effect:
+            case ListJobs():
+                self._list_jobs(effect)
+            case AskNodes():
+                self._ask_nodes(effect)
+            case CheckNode():
+                self._check_node(effect)
+            case ResetGpus():
+                self._answer(effect.call, "reset", lambda: self._reset(effect.pcis))
+            case SetDrain():
+                self._call(effect.call, lambda: self._client.drain(self._node, effect.reason))
+            case Resume():
+                self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
+            case Reboot():
+                self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
+            case _:
+                assert_never(effect)
 
+    def _list_jobs(self, effect: ListJobs) -> None:
         def work() -> None:
             try:
                 here, error = self._client.jobs_here(self._node), ""
@@ -319,9 +311,7 @@ class Acts:
             "jobs", work, answer=lambda error: on.JobsListed(at=self._now(), incident=effect.incident, error=error)
         )
 
-    def ask_nodes(self, effect: AskNodes) -> None:
-        """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
-
+    def _ask_nodes(self, effect: AskNodes) -> None:
         def work() -> None:
             nodes: tuple[NodeFacts, ...] = ()
             error, began, size = "", time.monotonic(), 0
@@ -359,25 +349,7 @@ class Acts:
         except WRONG:
             return 0  # not known: Slurm is taken for busy, as it seemed
 
-    def drain(self, effect: SetDrain) -> None:
-        """Drain the node; `CallAnswered` comes, as for all below."""
-        self._call(effect.call, lambda: self._client.drain(self._node, effect.reason))
-
-    def resume(self, effect: Resume) -> None:
-        """Return the node to service."""
-        self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
-
-    def reboot(self, effect: Reboot) -> None:
-        """Have Slurm reboot the node."""
-        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
-
-    def reset_gpus(self, effect: ResetGpus) -> None:
-        """Reset GPUs."""
-        self._answer(effect.call, "reset", lambda: self._reset(effect.pcis))
-
-    def check_node(self, effect: CheckNode) -> None:
-        """Look whether the node is fit."""
-
+    def _check_node(self, effect: CheckNode) -> None:
         def work() -> None:
             found = self._check()
             self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))

@@ -1,6 +1,6 @@
 """The agent's socket: one thread serves every connection, and nothing in it waits for anybody.
 
-Not here: what a message gets (`requests.py`), and anything that asks Slurm.
+Not here: what a message gets (`requests.py`), and anything that asks Slurm.  `Place` is where the socket lies.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Callable
 
 import structlog
 
+from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
-from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits, credentials
-from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, decode_to_agent, encode
+from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
+from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
 from stepkeeper.node_agent.requests import LookRequest, Requests
-from stepkeeper.slurm.client import NodeClient
+from stepkeeper.slurm.nodes import NodeCommands
 
 ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
@@ -43,13 +44,13 @@ class AgentSocket:
         *,
         node: str,
         acts: bool,
-        client: NodeClient,
+        client: NodeCommands,
         on_look: Callable[[LookRequest], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
         limits: Limits | None = None,
         version: str = "",
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], object] = reraise,
     ) -> None:
         now = time.monotonic()
         self._path = path
@@ -84,7 +85,7 @@ class AgentSocket:
         self._sweep_at: float | None = None
         self._closing = False
         self._closing_lock = threading.Lock()  # nobody writes to the descriptor once it is closed
-        self._thread = threading.Thread(target=self._serve, name="socket", daemon=True)
+        self._thread = thread("socket", self._serve, self._failed)
 
     # -- for the agent ------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class AgentSocket:
             os.close(self._wake)
             self._wake = -1
 
-    # -- for the requests (see their `Server`) --------------------------------------------------------------------
+    # -- for the requests --------------------------------------------------------------------
 
     def post(self, call: Callable[[float], None]) -> None:
         """Have something done on the serving thread."""
@@ -168,8 +169,6 @@ class AgentSocket:
         try:
             while not self._closing:
                 self._turn()
-        except BaseException as error:  # noqa: BLE001 - handed to the agent, which ends with it
-            self._failed(error)
         finally:
             with self._closing_lock:
                 self._closing = True
@@ -314,8 +313,6 @@ class AgentSocket:
 
     def _failed(self, error: BaseException) -> None:
         self._log.error("socket_failed", error=repr(error))
-        if self._on_failure is None:
-            raise error
         self._on_failure(error)
 
 

@@ -24,7 +24,8 @@ from stepkeeper.node_agent.core.state import Mode
 from stepkeeper.node_agent.kernel import Roots, gpu_addresses, users_may_write
 from stepkeeper.node_agent.readings import NvmlState, NvmlStatus
 from stepkeeper.node_agent.runtime import Do, Inbox
-from stepkeeper.slurm.client import NodeClient, NodeFacts, SlurmError, is_unconfigured
+from stepkeeper.slurm.client import NodeFacts, SlurmError, is_unconfigured
+from stepkeeper.slurm.nodes import NodeCommands
 
 # Whether a node of Slurm's is this machine: a `node_name` that was copied from another node would drain that one.
 
@@ -92,7 +93,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return self.slurm_away or driver_away
 
 
-def gather(config: NodeConfig, client: NodeClient) -> Facts:
+def gather(config: NodeConfig, client: NodeCommands) -> Facts:
     """Look at everything once.  Never raises; returns in time, whatever hangs."""
     node, error, away = None, "", False
     try:
@@ -306,7 +307,7 @@ class SetupWatch:
     def __init__(
         self,
         config: NodeConfig,
-        client: NodeClient,
+        client: NodeCommands,
         *,
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,

@@ -1,14 +1,11 @@
-"""What Stepkeeper asks of Slurm: as small as its use.  Every call has a time limit."""
+"""What Slurm says: errors, facts of jobs and nodes, and how its answers are read.  Nothing is asked here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 import msgspec
-
-from stepkeeper.core.events import JobFacts
 
 _FORBIDDEN = ("presently disabled", "permission denied", "not permitted", "invalid user id")
 
@@ -53,76 +50,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-class SlurmClient(Protocol):
-    """Each method raises `SlurmError`, and returns within its time limit.
-
-    A job is named as Slurm's commands want it: its id, or `ARRAY_TASK` for one task of an array, whose own id may be
-    the id of the whole array.
-    """
-
-    def job(self, job: str) -> JobFacts:
-        """Return the facts of a job."""
-        ...
-
-    def job_runs(self, job: str) -> bool:
-        """Tell whether a job holds nodes; a job that Slurm has forgotten does not."""
-        ...
-
-    def settings(self) -> ClusterSettings:
-        """Return the cluster's settings."""
-        ...
-
-    def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """Expand a node list such as `gpu[1-3]`, in Slurm's order."""
-        ...
-
-    def requeue(self, job: str) -> None:
-        """Requeue a job of our own."""
-        ...
-
-    def resubmit(
-        self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
-    ) -> Resubmitted:
-        """Submit a job of our own again, to start after its end and to go on with its run; once, however often asked.
-
-        Args:
-            job: Ours: what cannot be read off the job is taken from our environment.
-            run_directory: Absolute.
-            nodes: That the job was submitted with; some may have been given back since.
-            words: Our own command line: it may show the batch script's arguments exactly.
-            exclude: Nodes on which the new job may not run.
-        """
-        ...
-
-    def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """Replace the list of nodes on which a job that does not run may not run."""
-        ...
-
-    def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
-
-        With `like`, nodes of the job: only those that are made as well as one of these, so that the job fits there.
-        """
-        ...
-
-    def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
-        """Return the idle nodes of a job's partitions that it does not exclude and that are made as some of its own."""
-        ...
-
-    def keep(self, job: str, nodes: Sequence[str]) -> None:
-        """Give back all nodes of a running job but these."""
-        ...
-
-    def comment(self, job: str, text: str) -> None:
-        """Set the comment of a job of our own, which everybody can read."""
-        ...
-
-    def cancel(self, job: str) -> None:
-        """Cancel a job of our own."""
-        ...
-
-
-# What the node agent asks of Slurm: nodes, drains, and a requeued job's eligibility.  Needs root or SlurmUser.
+# What the node agent needs to know.
 
 REASON_PREFIX = "stepkeeper:"
 _GPUS = re.compile(r"(?:^|,)gpu(:[^,:(]+)?:(\d+)")
@@ -191,44 +119,60 @@ class OwnedJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.task or str(self.job_id)
 
 
-class NodeClient(Protocol):
-    """Each method raises `SlurmError`, and returns within its time limit."""
+# What Slurm's commands print of a job, a node or the cluster, field by field.
 
-    def node(self, name: str) -> NodeFacts:
-        """Return one node, at a small cost for the controller: 0.3 ms, whatever the size of the cluster."""
-        ...
+_FIELD = re.compile(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)")
+_UNSET = ("", "(null)", "N/A", "None", "Unknown")
 
-    def peers(self, name: str) -> tuple[NodeFacts, ...]:
-        """Return every node that shares a partition with this one, itself included: for the circuit breaker.
 
-        Slurm cannot be asked for counts, or for a part of the nodes: it packs all of them, 7 microseconds each.
-        """
-        ...
+class ShownJob(msgspec.Struct, frozen=True):
+    """One job of `scontrol -o show job`."""
 
-    def cluster_size(self) -> int:
-        """Return about how many nodes there are, never too few, at a small cost for the controller."""
-        ...
+    name: str  # may hold anything
+    fields: Mapping[str, str]  # behind the name; those that are not set are left out
 
-    def drain(self, name: str, reason: str) -> None:
-        """Set the state DRAIN with a reason."""
-        ...
 
-    def resume(self, name: str) -> None:
-        """Return a node to service."""
-        ...
+def shown_job(shown: str) -> ShownJob:
+    """Read the first line of `scontrol -o show job`.
 
-    def reboot(self, name: str, reason: str) -> None:
-        """Have Slurm reboot the node as soon as its jobs are gone, and return it to service afterwards."""
-        ...
+    Raises:
+        SlurmError: Slurm's answer is none that this version can read.
+    """
+    line = shown.strip().partition("\n")[0]
+    behind_the_name = r" UserId=[^=]*\(\d+\) GroupId="
+    named = re.search(rf" JobName=(.*){behind_the_name}", line.partition(" Command=")[0])
+    named = named or re.search(rf" JobName=(.*?){behind_the_name}", line)
+    if named is None:
+        raise SlurmError(f"scontrol show job: unexpected answer: {shown[:200]!r}")
+    return ShownJob(named.group(1), _job_fields(line[named.end() :]))
 
-    def owned_job(self, job_id: int) -> OwnedJob:
-        """Return whose job it is and where it runs."""
-        ...
 
-    def expedite(self, job: OwnedJob, exclude: str | None, after_s: int) -> None:
-        """Set StartTime of a pending job and, unless it is None, ExcNodeList, in one call."""
-        ...
+def _job_fields(text: str) -> dict[str, str]:
+    """Return the fields behind a job's name.  Words of the user's stand in Command, SubmitLine and the comments."""
+    before, _, rest = text.partition(" Command=")
+    command, _, rest = rest.rpartition(" WorkDir=")
+    command, _, line = command.partition(" SubmitLine=")
+    _, errors, streams = rest.rpartition(" StdErr=")
+    fields = dict(_FIELD.findall(streams)) | dict(_FIELD.findall(before))
+    found = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", errors + streams)
+    if found is not None:
+        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), found.groups(), strict=True))
+    directory = re.match(r"(.*?)(?= (?:[A-Z]\w*Comment|Comment|StdErr)=|$)", rest)
+    fields |= {"Command": command, "SubmitLine": line, "WorkDir": directory.group(1) if directory else ""}
+    return {name: value for name, value in fields.items() if value not in _UNSET}
 
-    def requeue(self, job: OwnedJob) -> None:
-        """Requeue a job whose expedited attempt Slurm failed before it began."""
-        ...
+
+def field_of(text: str, name: str) -> str:
+    """Return the value of the first field of that name; "" where it is not set."""
+    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return match.group(1) if match and match.group(1) not in _UNSET else ""
+
+
+def parse_config(text: str) -> dict[str, str]:
+    r"""Parse `scontrol show config`.
+
+    >>> parse_config("KillWait                = 30 sec\nJobRequeue = 1\n\nSlurmctld(primary) at a is UP\n")
+    {'KillWait': '30 sec', 'JobRequeue': '1'}
+    """
+    pairs = (line.partition("=") for line in text.splitlines() if re.match(r"\w[\w\[\]]*\s*=", line))
+    return {key.strip(): value.strip() for key, _, value in pairs}

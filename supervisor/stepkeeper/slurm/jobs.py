@@ -1,25 +1,25 @@
-"""The Slurm client over Slurm's own commands: scontrol and scancel."""
+"""What Stepkeeper asks of Slurm about jobs, as small as its use, by Slurm's own commands."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import launch, resubmission
-from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
+from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError, field_of, parse_config, shown_job
 from stepkeeper.slurm.launch import as_submitted
 
 # Running one of Slurm's commands with a time limit: for every client on top of them.
 
 SAID_CHARACTERS_MAX = 300
-AWAY = ("unable to contact", "connection refused", "timed out")  # how most commands say that nobody answered
+AWAY = ("unable to contact", "connection refused", "timed out", "communication")  # how they say that nobody answered
 
 
 def call(
@@ -82,7 +82,6 @@ CALL_WITHIN_S = 6.0  # of a notice of 30 s, most is left when the controller doe
 # a controller that is overloaded answers late, for minutes: after a call without an answer the next may take this long
 PATIENT_S = 13.0
 SUBMIT_WITHIN_S = 20.0  # a site's own filter may take its time
-_UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket timed out", "communication")
 # a state that is not listed here is none that decisions depend on: never take it for the end of a job
 _STATES = {
     "PENDING": JobState.PENDING,
@@ -114,19 +113,23 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class SlurmCommands:
-    """Calls scontrol and scancel with a time limit each."""
+    """Asks Slurm by scontrol and its kin.  Each method raises `SlurmError`, and returns within its time limit.
 
-    call_within_s: float = CALL_WITHIN_S
-    _unanswered: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    A job is named as Slurm's commands want it: its id, or `ARRAY_TASK` for one task of an array, whose own id may be
+    the id of the whole array.
+    """
+
+    def __init__(self, *, call_within_s: float = CALL_WITHIN_S) -> None:
+        self._call_within_s = call_within_s
+        self._unanswered = threading.Event()  # the call before was not
 
     def job(self, job: str) -> JobFacts:
-        """See `SlurmClient`."""
+        """Return the facts of a job."""
         return parse_job(self._call("scontrol", "-o", "show", "job", job))
 
     def job_runs(self, job: str) -> bool:
-        """See `SlurmClient`."""
+        """Tell whether a job holds nodes; a job that Slurm has forgotten does not."""
         try:
             facts = self.job(job)
         except SlurmError as error:
@@ -136,7 +139,7 @@ class SlurmCommands:
         return facts.state not in (JobState.PENDING, JobState.ENDED)
 
     def settings(self) -> ClusterSettings:
-        """See `SlurmClient`."""
+        """Return the cluster's settings."""
         return parse_settings(self._call("scontrol", "show", "config"))
 
     def time(self) -> float | None:
@@ -149,19 +152,27 @@ class SlurmCommands:
         return parse_slurmds(shown, self._call("scontrol", "show", "config"))
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """See `SlurmClient`."""
+        """Expand a node list such as `gpu[1-3]`, in Slurm's order."""
         return tuple(self._call("scontrol", "show", "hostnames", node_list).split())
 
     def requeue(self, job: str) -> None:
-        """See `SlurmClient`."""
+        """Requeue a job of our own."""
         self._call("scontrol", "requeue", job)
 
     def resubmit(
         self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> Resubmitted:
-        """See `SlurmClient`."""
+        """Submit a job of our own again, to start after its end and to go on with its run; once, however often asked.
+
+        Args:
+            job: Ours: what cannot be read off the job is taken from our environment.
+            run_directory: Absolute.
+            nodes: That the job was submitted with; some may have been given back since.
+            words: Our own command line: it may show the batch script's arguments exactly.
+            exclude: Nodes on which the new job may not run.
+        """
         shown = self._call("scontrol", "-o", "show", "job", job).splitlines()[0]
-        number = _field(shown, "JobId") or ""
+        number = field_of(shown, "JobId")
         ours = resubmission.marker(shown)
         all_ours = ("squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A|%k")
         listing = self._call(*all_ours)
@@ -188,7 +199,6 @@ class SlurmCommands:
                     ["sbatch", "--parsable", *planned.options, path, *planned.arguments],
                     SUBMIT_WITHIN_S,
                     what="sbatch",
-                    delays=_UNREACHABLE,
                     environment=environment,
                     instead_of_ours=True,
                     directory=next((place for place in places if os.path.isdir(place)), "/"),
@@ -201,42 +211,44 @@ class SlurmCommands:
         return Resubmitted(job_id=parse_submitted(said), unknown=planned.unknown)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
+        """Replace the list of nodes on which a job that does not run may not run."""
         self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
 
     def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
-        """See `SlurmClient`."""
-        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
-        partition = _field(shown, "Partition")
-        if partition is None:
-            raise SlurmError(f"scontrol show job {job}: it names no partition")
-        sinfo = ("sinfo", "--noheader", "--Node", f"--partition={partition}")
+        """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
+
+        With `like`, nodes of the job: only those that are made as well as one of these, so that the job fits there.
+        """
+        fields, sinfo = self._partition(job)
         usable = self._call(*sinfo, f"--states={_USABLE}", "--format=%N").split()  # a drained one may still be mixed
-        fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, _listed(shown, "Features"))
+        fit = parse_fit(self._call(*sinfo, f"--format={_MADE}"), like, fields.get("Features", ""))
         return tuple(sorted(set(usable).intersection(fit)))
 
     def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
-        """See `SlurmClient`."""
-        shown = _behind_the_name(self._call("scontrol", "-o", "show", "job", job))
-        partition = _field(shown, "Partition")
-        if partition is None:
-            raise SlurmError(f"scontrol show job {job}: it names no partition")
-        listed = _field(shown, "ExcNodeList")
-        excluded = self.hostnames(listed) if listed not in {None, "(null)"} else ()
-        listing = self._call("sinfo", "--noheader", "--Node", f"--partition={partition}", f"--format={_MADE}")
+        """Return the idle nodes of a job's partitions that it does not exclude and that are made as some of its own."""
+        fields, sinfo = self._partition(job)
+        excluded = self.hostnames(fields["ExcNodeList"]) if "ExcNodeList" in fields else ()
+        listing = self._call(*sinfo, f"--format={_MADE}")
         return tuple(node for node in parse_idle(listing, like) if node not in excluded)
 
+    def _partition(self, job: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Return what Slurm shows of a job, and the words of sinfo about the nodes of its partitions."""
+        fields = shown_job(self._call("scontrol", "-o", "show", "job", job)).fields
+        if "Partition" not in fields:
+            raise SlurmError(f"scontrol show job {job}: it names no partition")
+        return fields, ("sinfo", "--noheader", "--Node", f"--partition={fields['Partition']}")
+
     def keep(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
+        """Give back all nodes of a running job but these."""
         with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
             self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
 
     def comment(self, job: str, text: str) -> None:
-        """See `SlurmClient`."""
+        """Set the comment of a job of our own, which everybody can read."""
         self._call("scontrol", "update", f"JobId={job}", f"Comment={text}")
 
     def cancel(self, job: str) -> None:
-        """See `SlurmClient`."""
+        """Cancel a job of our own."""
         self._call("scancel", job)
 
     def let_end(self, code: int) -> str:
@@ -245,43 +257,42 @@ class SlurmCommands:
 
     def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""
-        within_s = max(self.call_within_s, PATIENT_S) if self._unanswered.is_set() else self.call_within_s
+        with self._patience() as within_s:
+            return call(argv, within_s, what=" ".join(argv), directory=directory)
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[float]:
+        """Give the time limit of one call: a longer one after a call without an answer."""
         try:
-            said = call(argv, within_s, what=" ".join(argv), delays=_UNREACHABLE, directory=directory)
+            yield max(self._call_within_s, PATIENT_S) if self._unanswered.is_set() else self._call_within_s
         except SlurmError as error:
             if error.unreachable:
                 self._unanswered.set()
             raise
         self._unanswered.clear()
-        return said
 
 
 def parse_job(text: str) -> JobFacts:
-    """Parse one line of `scontrol -o show job`, with times printed as Unix seconds.
+    """Parse the first line of `scontrol -o show job`, with times printed as Unix seconds.
 
     >>> parse_job("JobId=7 JobName=a b UserId=u(1) GroupId=g(1) JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
     ...           "EndTime=1790000000 PreemptTime=None").restarts
     2
     """
-    rest = _behind_the_name(text)
-    slurm_state = _field(rest, "JobState") or "?"
+    fields = shown_job(text).fields
+    slurm_state = fields.get("JobState", "?")
     return JobFacts(
         state=job_state(slurm_state),
         slurm_state=slurm_state,
-        restarts=int(_field(rest, "Restarts") or 0),
-        reason=_field(rest, "Reason") or "",
-        preempt_at=_time(_field(rest, "PreemptTime")),
-        end_at=_time(_field(rest, "EndTime")),
-        requeue_allowed=_field(rest, "Requeue") != "0",
-        batch=_field(rest, "BatchFlag") != "0",
-        excluded=_listed(rest, "ExcNodeList"),
-        required=_listed(rest, "ReqNodeList"),
+        restarts=int(fields.get("Restarts", 0)),
+        reason=fields.get("Reason", "None"),
+        preempt_at=_time(fields.get("PreemptTime")),
+        end_at=_time(fields.get("EndTime")),
+        requeue_allowed=fields.get("Requeue") != "0",
+        batch=fields.get("BatchFlag") != "0",
+        excluded=fields.get("ExcNodeList", ""),
+        required=fields.get("ReqNodeList", ""),
     )
-
-
-def _listed(shown: str, name: str) -> str:
-    listed = _field(shown, name)
-    return "" if listed is None or listed == "(null)" else listed
 
 
 def parse_submitted(said: str) -> int:
@@ -343,25 +354,17 @@ def _as_good(node: _Made, other: _Made) -> bool:
     return node[:2] == other[:2] and node[2] >= other[2] and node[3] >= other[3]
 
 
-def _behind_the_name(text: str) -> str:
-    """Return what follows a job's name, which may hold anything and comes before all that we read."""
-    start = re.search(r" UserId=[^=]*\(\d+\) GroupId=", text)
-    if start is None:
-        raise SlurmError(f"scontrol show job: unexpected answer: {text[:200]!r}")
-    return text[start.end() :]
-
-
 def parse_settings(text: str) -> ClusterSettings:
     r"""Parse `scontrol show config`.
 
     >>> parse_settings("KillWait                = 30 sec\nSLURM_VERSION           = 22.05.8\n").kill_wait_s
     30.0
     """
-    kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", text, re.MULTILINE)
-    version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", text, re.MULTILINE)
+    settings = parse_config(text)
+    kill_wait = re.match(r"\d+", settings.get("KillWait", ""))
     if kill_wait is None:
         raise SlurmError("scontrol show config: it shows no KillWait")
-    return ClusterSettings(kill_wait_s=float(kill_wait.group(1)), version=version.group(1) if version else "?")
+    return ClusterSettings(kill_wait_s=float(kill_wait.group()), version=settings.get("SLURM_VERSION", "?"))
 
 
 def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:
@@ -376,11 +379,10 @@ def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:
     Raises:
         SlurmError: it says something else.
     """
-    usual = re.search(r"^SlurmdPort\s*=\s*(\d+)\s*$", config, re.MULTILINE)
+    usual = parse_config(config).get("SlurmdPort", "")
     found = {}
     for line in filter(None, map(str.strip, shown.splitlines())):
-        name, address = _field(line, "NodeName"), _field(line, "NodeAddr")
-        port = _field(line, "Port") or (usual.group(1) if usual else "")
+        name, address, port = field_of(line, "NodeName"), field_of(line, "NodeAddr"), field_of(line, "Port") or usual
         if not (name and address and port.isdigit()):
             raise SlurmError(f"scontrol show node: no address and port of slurmd in {line[:SAID_CHARACTERS_MAX]!r}")
         found[name] = address, int(port)
@@ -400,11 +402,6 @@ def parse_time(text: str) -> float | None:
 def job_state(slurm_state: str) -> JobState:
     """Return what a state means that Slurm prints: `OTHER` is none that decisions depend on."""
     return _STATES.get(slurm_state, JobState.OTHER)
-
-
-def _field(text: str, name: str) -> str | None:
-    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-    return match.group(1) if match else None
 
 
 def _time(value: str | None) -> float | None:

@@ -1,4 +1,7 @@
-"""The command lines of our Slurm steps.  Geometry is always explicit.  Pure: golden tests hold them."""
+"""Our job as Slurm describes it, the command lines of our Slurm steps, and what these inherit.
+
+Geometry is always explicit.  Golden tests hold the lines.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepkeeper.core.events import JobFacts
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
+
+if TYPE_CHECKING:
+    from stepkeeper.slurm.jobs import SlurmCommands
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,7 +363,7 @@ def require_no_batch_script(facts: JobFacts) -> None:
         raise StepkeeperError(_NOT_OURS, ExitCode.NOT_BATCH_PROCESS)
 
 
-def read_allocation(environment: Mapping[str, str], client: SlurmClient, tasks_per_node: int | None) -> Allocation:
+def read_allocation(environment: Mapping[str, str], client: SlurmCommands, tasks_per_node: int | None) -> Allocation:
     """Return our job's shape.
 
     Raises:

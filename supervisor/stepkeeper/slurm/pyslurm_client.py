@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.core.events import JobFacts, JobState
+from stepkeeper.core.events import JobFacts
 from stepkeeper.slurm import pyslurm_child
-from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmClient, SlurmError
-from stepkeeper.slurm.jobs import CALL_WITHIN_S, PATIENT_S, SlurmCommands, job_state
+from stepkeeper.slurm.client import ClusterSettings, SlurmError
+from stepkeeper.slurm.jobs import CALL_WITHIN_S, SlurmCommands, job_state
 
 ENDS_WITHIN_S = 1.0  # after SIGKILL
 WORDS_MAX = 300
@@ -41,6 +41,11 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 class _NoSuchJobError(SlurmError):
     """Slurm has forgotten the job, or never knew it."""
+
+    @property
+    def forgotten(self) -> bool:
+        """It is what this error says."""
+        return True
 
 
 class _ChildDiedError(SlurmError):
@@ -118,29 +123,20 @@ class _Child:
         return code
 
 
-class PyslurmClient:
+class PyslurmClient(SlurmCommands):
     """Asks pyslurm in a child process, which is started at the first call, and again after it died."""
 
-    def __init__(
-        self,
-        *,
-        python: str = sys.executable,
-        call_within_s: float = CALL_WITHIN_S,
-        commands: SlurmClient | None = None,
-    ) -> None:
+    def __init__(self, *, python: str = sys.executable, call_within_s: float = CALL_WITHIN_S) -> None:
         """Describe it; nothing starts yet.
 
         Args:
             python: An interpreter that finds pyslurm (`python -I`): ours, or another one.
             call_within_s: The time limit of each call.
-            commands: For what pyslurm cannot do.
         """
+        super().__init__(call_within_s=call_within_s)
         self._python = python
-        self._call_within_s = call_within_s
-        self._commands = commands or SlurmCommands(call_within_s=call_within_s)
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._unanswered = False  # the call before was not: see PATIENT_S
 
     @property
     def pid(self) -> int | None:
@@ -148,69 +144,31 @@ class PyslurmClient:
         return self._child.process.pid if self._child is not None else None
 
     def job(self, job: str) -> JobFacts:
-        """See `SlurmClient`."""
+        """See `SlurmCommands`."""
         if not job.isdigit():
-            return self._commands.job(job)
-        found = self._call("job", int(job))
+            return super().job(job)
+        found = self._ask_child("job", int(job))
         if found.pop("id") != int(job):  # the leader of an array stands for all its tasks
-            return self._commands.job(job)
+            return super().job(job)
         return JobFacts(state=job_state(found["slurm_state"]), **found)
 
-    def job_runs(self, job: str) -> bool:
-        """See `SlurmClient`."""
-        try:
-            facts = self.job(job)
-        except _NoSuchJobError:
-            return False
-        return facts.state not in (JobState.PENDING, JobState.ENDED)
-
     def settings(self) -> ClusterSettings:
-        """See `SlurmClient`."""
-        return ClusterSettings(**self._call("settings"))
-
-    def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """See `SlurmClient`."""
-        return self._commands.hostnames(node_list)
+        """See `SlurmCommands`."""
+        return ClusterSettings(**self._ask_child("settings"))
 
     def requeue(self, job: str) -> None:
-        """See `SlurmClient`."""
+        """See `SlurmCommands`."""
         if job.isdigit():
-            self._call("requeue", int(job))
+            self._ask_child("requeue", int(job))
         else:
-            self._commands.requeue(job)
-
-    def resubmit(
-        self, job: str, run_directory: str, nodes: int, words: Sequence[str] = (), exclude: Sequence[str] = ()
-    ) -> Resubmitted:
-        """See `SlurmClient`."""
-        return self._commands.resubmit(job, run_directory, nodes, words, exclude)
+            super().requeue(job)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
+        """See `SlurmCommands`."""
         if job.isdigit() and nodes:  # pyslurm takes an empty list for no change
-            self._call("exclude", int(job), list(nodes))
+            self._ask_child("exclude", int(job), list(nodes))
         else:
-            self._commands.exclude(job, nodes)
-
-    def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
-        """See `SlurmClient`."""
-        return self._commands.usable_nodes(job, like)
-
-    def idle_nodes(self, job: str, like: Sequence[str]) -> tuple[str, ...]:
-        """See `SlurmClient`."""
-        return self._commands.idle_nodes(job, like)
-
-    def keep(self, job: str, nodes: Sequence[str]) -> None:
-        """See `SlurmClient`."""
-        self._commands.keep(job, nodes)
-
-    def comment(self, job: str, text: str) -> None:
-        """See `SlurmClient`."""
-        self._commands.comment(job, text)
-
-    def cancel(self, job: str) -> None:
-        """See `SlurmClient`."""
-        self._commands.cancel(job)
+            super().exclude(job, nodes)
 
     def close(self) -> None:
         """End the child process."""
@@ -219,29 +177,22 @@ class PyslurmClient:
                 self._child.end()
                 self._child = None
 
-    def _call(self, what: str, *arguments: object) -> Any:
+    def _ask_child(self, what: str, *arguments: object) -> Any:
         """Ask the child, and return its answer.  A question whose child died is asked again, once; an order never."""
         name = f"pyslurm {what} {' '.join(map(str, arguments))}".strip()
-        within_s = max(self._call_within_s, PATIENT_S) if self._unanswered else self._call_within_s
-        until = time.monotonic() + within_s
-        if not self._lock.acquire(timeout=within_s):
-            raise SlurmError(f"{name}: another call took {within_s:g} s", unreachable=True)
-        try:
-            question = msgspec.json.encode([what, *arguments])
+        question = msgspec.json.encode([what, *arguments])
+        with self._patience() as within_s:
+            until = time.monotonic() + within_s
+            if not self._lock.acquire(timeout=within_s):
+                raise SlurmError(f"{name}: another call took {within_s:g} s", unreachable=True)
             try:
-                answer = self._ask(name, question, within_s, until)
+                return self._ask(name, question, within_s, until)
             except _ChildDiedError:
                 if what in _ORDERS:
                     raise
-                answer = self._ask(name, question, within_s, until)
-        except SlurmError as error:
-            self._unanswered = self._unanswered or error.unreachable
-            raise
-        else:
-            self._unanswered = False
-            return answer
-        finally:
-            self._lock.release()
+                return self._ask(name, question, within_s, until)
+            finally:
+                self._lock.release()
 
     def _ask(self, name: str, question: bytes, within_s: float, until: float) -> Any:
         if self._child is not None and self._child.process.poll() is not None:
@@ -279,7 +230,7 @@ class ClientKind(StrEnum):
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The client that was chosen, and why: for the caller's log."""
 
-    client: SlurmClient
+    client: SlurmCommands
     kind: ClientKind
     why: str
 
@@ -301,7 +252,7 @@ def choose(wanted: ClientKind = ClientKind.COMMANDS, *, job: str | None = None, 
     commands = SlurmCommands()
     if wanted is ClientKind.COMMANDS:
         return Choice(client=commands, kind=ClientKind.COMMANDS, why="Slurm's commands, as set")
-    client = PyslurmClient(python=python, commands=commands)
+    client = PyslurmClient(python=python)
     if misfit := _misfit(client, commands, job):
         client.close()
         return Choice(
@@ -310,7 +261,7 @@ def choose(wanted: ClientKind = ClientKind.COMMANDS, *, job: str | None = None, 
     return Choice(client=client, kind=ClientKind.PYSLURM, why="pyslurm, as set: it reports what Slurm's commands do")
 
 
-def _misfit(client: SlurmClient, commands: SlurmClient, job: str | None) -> str:
+def _misfit(client: SlurmCommands, commands: SlurmCommands, job: str | None) -> str:
     """Return what speaks against a client; empty where nothing does."""
     known = commands.settings()
     facts = commands.job(job) if job is not None else None

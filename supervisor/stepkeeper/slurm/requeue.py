@@ -1,6 +1,7 @@
-"""Requeueing our own job: away from faulty nodes, and eligible at once where a node agent helps.
+"""Going on in a new allocation: our own job is requeued, or submitted again in the same way.
 
-Used by the supervisor and, when that is gone, by the watcher that rescues the run.
+A requeue is away from faulty nodes, and eligible at once where a node agent helps.  Used by the supervisor and, when
+that is gone, by the watcher that rescues the run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from stepkeeper.node_agent.protocol import AgentError, connect
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.submission import Submission
 from stepkeeper.slurm import resubmission
-from stepkeeper.slurm.client import SlurmClient, SlurmError
-from stepkeeper.slurm.jobs import call
+from stepkeeper.slurm.client import SlurmError, shown_job
+from stepkeeper.slurm.jobs import SlurmCommands, call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
@@ -28,7 +29,7 @@ AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
 
 
 def requeue(
-    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+    client: SlurmCommands, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
 ) -> str:
     """Requeue the job; return what did not succeed besides, in words.
 
@@ -63,7 +64,7 @@ def requeue(
     return "; ".join(trouble)
 
 
-def give_back(client: SlurmClient, job: str, keep: Sequence[str]) -> str:
+def give_back(client: SlurmCommands, job: str, keep: Sequence[str]) -> str:
     """Give back all nodes but some, before the job leaves them all; return what stood against it, in words.
 
     A node that is lost keeps the job COMPLETING until Slurm marks it DOWN; the job asks for as many nodes as ever.
@@ -83,7 +84,7 @@ class RequeuePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resubmit(
-    client: SlurmClient, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+    client: SlurmCommands, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
 ) -> RequeuePlan:
     """Submit the job again where Slurm may not requeue it, once; the arguments are those of `requeue`.
 
@@ -143,7 +144,7 @@ def affordable(exclude: Sequence[str], fit: Collection[str], wanted: int) -> tup
 
 
 def _merged(
-    client: SlurmClient, job: str, nodes: Sequence[str], exclude: Sequence[str], readmit: Sequence[str]
+    client: SlurmCommands, job: str, nodes: Sequence[str], exclude: Sequence[str], readmit: Sequence[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the job's whole list, which an update replaces, and what is not in it though it should be, in words.
 
@@ -196,7 +197,7 @@ def find_out(
     script = call(["scontrol", "write", "batch_script", job, "-"], CALL_WITHIN_S, what="scontrol write batch_script")
     if not script.startswith("#!"):
         raise SlurmError(f"scontrol write batch_script: Slurm keeps no batch script of job {job}")
-    fields = resubmission.fields(shown)
+    fields = shown_job(shown).fields
     planned = resubmission.plan(
         shown,
         script,
@@ -223,7 +224,7 @@ def find_out(
 def log_of(job: str) -> str:
     """Return where Slurm writes the log of a job; empty where it does not say.  Raises `SlurmError`."""
     shown = call(["scontrol", "-o", "show", "job", job], CALL_WITHIN_S, what="scontrol show job")
-    return resubmission.fields(shown.splitlines()[0]).get("StdOut", "")
+    return shown_job(shown).fields.get("StdOut", "")
 
 
 def options(submission: Submission, more: Sequence[str] = ()) -> list[str]:
@@ -261,11 +262,9 @@ def submit(submission: Submission, run_directory: Path, number: int, more: Seque
         said = call(
             argv, SUBMIT_WITHIN_S, what="sbatch", environment=environment, instead_of_ours=True, directory=place
         )
-    job = said.strip().partition(";")[0]
-    if not job.isdigit():
-        raise SlurmError(f"sbatch answered {said[:200]!r}: no job id")
+    job = parse_submitted(said)
     task = next((option.partition("=")[2] for option in submission.options if option.startswith("--array=")), "")
-    return f"{job}_{task}" if task else job
+    return f"{job}_{task}" if task else str(job)
 
 
 def _nodes(fields: Mapping[str, str]) -> int:

@@ -8,18 +8,14 @@ from __future__ import annotations
 import datetime as dt
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepkeeper.slurm import submitted
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import field_of, shown_job
 from stepkeeper.slurm.launch import WATCHER_VARIABLE, as_submitted
-from stepkeeper.slurm.submitted import Words
 
 CONTINUES = "STEPKEEPER_CONTINUES"  # `JOB:DIR`, for the new job: whose run it goes on with, and where that is
-_FIELDS = re.compile(r"(?:^|\s)([A-Z][^\s=]*)=(\S*)")
-_NONE = ("", "(null)", "N/A", "None", "Unknown")
 _AS_THEY_ARE = {  # field of `scontrol show job` -> option
     "Account": "account",
     "TimeMin": "time-min",
@@ -85,8 +81,7 @@ def job_number(job: str) -> str:
 
 def marker(shown: str) -> str:
     """Return what the comment of the job that follows on this one says, so that no second one is submitted."""
-    _, rest = _behind_the_name(shown)
-    return f"stepkeeper:after={_field(shown, 'JobId')}.{rest.get('Restarts', '0')}"
+    return f"stepkeeper:after={field_of(shown, 'JobId')}.{shown_job(shown).fields.get('Restarts', '0')}"
 
 
 def plan(
@@ -113,20 +108,20 @@ def plan(
     Raises:
         SlurmError: Slurm's answer is none that this version can read.
     """
-    number = _field(shown, "JobId")
-    name, rest = _behind_the_name(shown)
-    said = submitted.words(rest.get("SubmitLine", ""), rest.get("Command"), script, environment)
-    wanted = submitted.nodes(said, nodes)
+    number, job = field_of(shown, "JobId"), shown_job(shown)
+    rest = job.fields
+    said = _words(rest.get("SubmitLine", ""), rest.get("Command"), script, environment)
+    wanted = _nodes_wanted(said, nodes)
     options = [
         f"--dependency=afterany:{number}",
-        f"--job-name={name}",
+        f"--job-name={job.name}",
         f"--comment={comment}",
         "--begin=now",
         "--open-mode=append",  # the same log: never truncated
         _requeue(rest),
         f"--export={export(environment.get('SLURM_EXPORT_ENV', 'ALL'))}",
         f"--nodes={wanted}",
-        *submitted.choices(rest, said),
+        *_choices(rest, said),
         *_tasks(rest, nodes, said, chosen=wanted != str(nodes)),
         *_layout(rest, said),
         *(f"--{option}={value}" for field, option in _AS_THEY_ARE.items() if (value := rest.get(field))),
@@ -135,11 +130,11 @@ def plan(
         *_sharing(rest),
         *([f"--deadline={_local(deadline)}"] if (deadline := rest.get("Deadline")) else []),
         *_streams(rest),
-        *submitted.hidden(said),
+        *_hidden(said),
     ]
     if exclude:
         options.append(f"--exclude={exclude}")
-    if task := environment.get("SLURM_ARRAY_TASK_ID") or _field(shown, "ArrayTaskId"):
+    if task := environment.get("SLURM_ARRAY_TASK_ID") or field_of(shown, "ArrayTaskId"):
         options.append(f"--array={task}")
     path, arguments, exact = _arguments(rest, words)
     return Resubmission(
@@ -160,7 +155,7 @@ def environment_of(environment: Mapping[str, str], run_directory: str, job_id: s
         name: value
         for name, value in as_submitted(environment).items()
         if name == "SLURM_CONF"
-        or name in submitted.KEPT_VARIABLES
+        or name in _KEPT_VARIABLES
         or (not name.startswith(_OF_THE_JOB) and name not in _DEVICES)
     }
     return {**kept, CONTINUES: f"{job_id}:{run_directory}"}
@@ -186,44 +181,6 @@ def comment_of(listing: str, number: int, ours: str) -> str:
     return ours
 
 
-def fields(shown: str) -> dict[str, str]:
-    """Return the fields of `scontrol -o show job`, without the job's name; those that are not set are left out.
-
-    Raises:
-        SlurmError: Slurm's answer is none that this version can read.
-    """
-    return _behind_the_name(shown)[1]
-
-
-def _behind_the_name(shown: str) -> tuple[str, dict[str, str]]:
-    """Return a job's name, which may hold anything, and the fields behind it.  Raises SlurmError."""
-    named = re.search(r" JobName=(.*) UserId=[^=]*\(\d+\) GroupId=", shown.partition(" Command=")[0])
-    if named is None:
-        raise SlurmError(f"scontrol show job: unexpected answer: {shown[:200]!r}")
-    return named.group(1), _fields(shown[named.end() :])
-
-
-def _fields(text: str) -> dict[str, str]:
-    """Return the fields behind a job's name.  Words of the user's stand in Command, SubmitLine and the comments."""
-    before, _, rest = text.partition(" Command=")
-    command, _, rest = rest.rpartition(" WorkDir=")
-    command, _, line = command.partition(" SubmitLine=")
-    _, errors, streams = rest.rstrip("\n").rpartition(" StdErr=")
-    fields = dict(_FIELDS.findall(streams)) | dict(_FIELDS.findall(before))
-    found = re.search(r" StdErr=(.*) StdIn=(.*) StdOut=(.*?)(?= [A-Z]\w*=| *$)", errors + streams)
-    if found is not None:
-        fields |= dict(zip(("StdErr", "StdIn", "StdOut"), found.groups(), strict=True))
-    directory = re.match(r"(.*?)(?= (?:[A-Z]\w*Comment|Comment|StdErr)=|$)", rest)
-    fields |= {"Command": command, "SubmitLine": line, "WorkDir": directory.group(1) if directory else ""}
-    return {name: value for name, value in fields.items() if value not in _NONE}
-
-
-def _field(text: str, name: str) -> str | None:
-    """Return the value of a field that stands before all words of the user's but the job's name."""
-    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-    return match.group(1) if match and match.group(1) not in _NONE else None
-
-
 def export(before: str) -> str:
     """Return what is exported: as the job was submitted, and always what says whose run it goes on with."""
     names = [name for name in before.split(",") if name not in ("NONE", "NIL")]
@@ -236,7 +193,7 @@ def _requeue(rest: Mapping[str, str]) -> str:
     return "--requeue" if rest.get("Requeue") == "1" else "--no-requeue"
 
 
-def _tasks(rest: Mapping[str, str], nodes: int, said: Words, *, chosen: bool) -> list[str]:
+def _tasks(rest: Mapping[str, str], nodes: int, said: _Words, *, chosen: bool) -> list[str]:
     """Return how many tasks; `chosen`: Slurm has chosen the number of nodes, and with it that of tasks."""
     options = []
     environment = said.environment
@@ -255,7 +212,7 @@ def _tasks(rest: Mapping[str, str], nodes: int, said: Words, *, chosen: bool) ->
     return options
 
 
-def _layout(rest: Mapping[str, str], said: Words) -> list[str]:
+def _layout(rest: Mapping[str, str], said: _Words) -> list[str]:
     """Return how a node must be made, and how many tasks each part of it gets."""
     _, sockets, cores, threads = _parts(rest, "ReqB:S:C:T")
     _, _, per_socket, per_core = _parts(rest, "NtasksPerN:B:S:C")
@@ -378,7 +335,7 @@ def _arguments(rest: Mapping[str, str], words: Sequence[str]) -> tuple[str | Non
     return path, tuple(tail.split(" ")), False
 
 
-def _unknown(rest: Mapping[str, str], said: Words, *, exact: bool) -> list[str]:
+def _unknown(rest: Mapping[str, str], said: _Words, *, exact: bool) -> list[str]:
     unknown = []
     if not said.line:
         unknown += [
@@ -389,7 +346,7 @@ def _unknown(rest: Mapping[str, str], said: Words, *, exact: bool) -> list[str]:
             )
             if not given
         ]
-    carried = " ".join((*submitted.hidden(said), *said.directives))
+    carried = " ".join((*_hidden(said), *said.directives))
     unknown += [
         f"--{option} ({field}={value})"
         for field, option in _NOT_CARRIED.items()
@@ -398,3 +355,185 @@ def _unknown(rest: Mapping[str, str], said: Words, *, exact: bool) -> list[str]:
     if not exact:
         unknown.append("quotes in the batch script's arguments")
     return unknown
+
+
+# What sbatch got that `scontrol show job` does not show of a job that runs.
+#
+# It stands on sbatch's own command line, which newer Slurms show, in the script's `#SBATCH` lines, and in variables
+# that sbatch reads or sets.  The first of these that says so counts, as it does for sbatch.
+
+# with a value; of sbatch's command line, where nothing else shows them
+_OF_THE_LINE = (
+    "acctg-freq",
+    "bb",
+    "bbf",
+    "cluster-constraint",
+    "context",
+    "cpu-freq",
+    "distribution",
+    "extra",
+    "gpu-bind",
+    "gpu-freq",
+    "hint",
+    "mcs-label",
+    "mem-bind",
+    "profile",
+    "signal",
+    "tres-bind",
+    "tres-per-task",
+    "wait-all-nodes",
+)
+_FLAGS = {"no-kill": "k", "overcommit": "O", "use-min-nodes": ""}  # and its short form
+_SHORT = {
+    "constraint": "C",
+    "distribution": "m",
+    "nodes": "N",
+    "ntasks": "n",
+    "partition": "p",
+    "qos": "q",
+    "time": "t",
+}
+_SET_FOR_THE_JOB = {  # variable that sbatch sets for a job -> option
+    "SLURM_CPU_FREQ_REQ": "cpu-freq",
+    "SLURM_GPU_BIND": "gpu-bind",
+    "SLURM_GPU_FREQ": "gpu-freq",
+    "SLURM_HINT": "hint",
+    "SLURM_PROFILE": "profile",
+}
+# that sbatch reads, for what Slurm does not show: they say to the new job what they said to this one
+_KEPT_VARIABLES = frozenset(
+    f"SBATCH_{name}"
+    for name in (
+        "ACCTG_FREQ", "BURST_BUFFER", "CLUSTER_CONSTRAINT", "CPU_FREQ_REQ", "DISTRIBUTION", "GPU_BIND", "GPU_FREQ",
+        "HINT", "MEM_BIND", "NO_KILL", "OVERCOMMIT", "PROFILE", "SIGNAL", "TRES_BIND", "USE_MIN_NODES",
+        "WAIT_ALL_NODES",
+    )
+)  # fmt: skip
+_NO_LIMIT = "365-00:00:00"  # what Slurm makes of none when a job starts
+_SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
+
+
+class _Words(msgspec.Struct, frozen=True):
+    """What sbatch got, word by word."""
+
+    line: tuple[str, ...]  # its options on the command line; empty where Slurm does not show them
+    directives: tuple[str, ...]  # those of the script
+    environment: Mapping[str, str]  # of the job
+
+    def option(self, name: str, variable: str = "") -> str | None:
+        """Return the value of an option, of whichever of the three counts."""
+        return _value(self.line, name) or self.environment.get(variable) or _value(self.directives, name)
+
+    def flag(self, name: str) -> bool:
+        """Tell whether an option without a value was given, on the command line or in the script."""
+        forms = {f"--{name}", f"-{_FLAGS[name]}"} - {"-"}
+        return not forms.isdisjoint((*self.line, *self.directives))
+
+
+def _words(submit_line: str, script_path: str | None, script: str, environment: Mapping[str, str]) -> _Words:
+    """Take apart what is known of a submission.
+
+    Args:
+        submit_line: sbatch's command line as Slurm shows it, without quotes; empty where it does not.
+        script_path: where the batch script was; None where it came from standard input.
+        script: the batch script.
+        environment: of a process of the job.
+    """
+    return _Words(tuple(_before_the_script(submit_line, script_path)), tuple(_directives(script)), environment)
+
+
+def _nodes_wanted(said: _Words, held: int) -> str:
+    """Return how many nodes to ask for: as many as were held, or the same choice where the job left one.
+
+    Of a job that runs, Slurm shows only how many it has.
+    """
+    wanted = said.option("nodes")
+    return wanted if wanted is not None and _allows(wanted, held) else str(held)
+
+
+def _one_of(said: _Words, name: str, variable: str, held: str | None) -> str | None:
+    """Return the list of partitions (or of QOS) among which Slurm chose the one that it shows, if there was one."""
+    wanted = said.option(name, variable)
+    return wanted if wanted is not None and held in wanted.split(",") else held
+
+
+def _choices(shown: Mapping[str, str], said: _Words) -> list[str]:
+    """Return the limits and places among which Slurm may choose: of a job that runs, it shows its choice alone."""
+    options = []
+    for field, option in (("Partition", "partition"), ("QOS", "qos")):
+        if value := _one_of(said, option, f"SBATCH_{field.upper()}", shown.get(field)):
+            options.append(f"--{option}={value}")
+    limit = shown.get("TimeLimit")
+    if "TimeMin" in shown:  # Slurm may have shortened the limit, to start the job earlier
+        limit = said.option("time", "SBATCH_TIMELIMIT") or limit
+    if limit:
+        options.append(f"--time={'UNLIMITED' if limit == _NO_LIMIT else limit}")
+    features, preferred = shown.get("Features"), said.option("prefer") or shown.get("Prefer")
+    if preferred:  # where these were free, they took the place of what was demanded
+        features = said.option("constraint", "SBATCH_CONSTRAINT") or (features if features != preferred else None)
+        options.append(f"--prefer={preferred}")
+    return [*options, *([f"--constraint={features}"] if features else [])]
+
+
+def _hidden(said: _Words) -> list[str]:
+    """Return the options that Slurm does not show, for a command line."""
+    found: dict[str, str] = {}
+    for variable, option in _SET_FOR_THE_JOB.items():
+        if value := said.environment.get(variable):
+            found[option] = value
+    if spread := said.environment.get("SLURM_DISTRIBUTION"):
+        plane = said.environment.get("SLURM_DIST_PLANESIZE")
+        found["distribution"] = f"plane={plane}" if spread == "plane" and plane else spread
+    found |= {option: value for option in _OF_THE_LINE if (value := _value(said.line, option))}
+    flags = [f"--{name}" for name in _FLAGS if said.flag(name)]
+    if "--overcommit" not in flags and said.environment.get("SLURM_OVERCOMMIT") == "1":
+        flags.append("--overcommit")
+    return [*(f"--{option}={value}" for option, value in found.items()), *flags]
+
+
+def _before_the_script(line: str, path: str | None) -> Iterator[str]:
+    """Yield the options of a command line: behind the script's name, its own arguments begin."""
+    name = path.rpartition("/")[2] if path is not None else None
+    for word in line.split(" ")[1:]:
+        if word.startswith("--wrap") or word.rpartition("/")[2] == name:
+            return
+        yield word
+
+
+def _directives(script: str) -> Iterator[str]:
+    """Yield the words of `#SBATCH` lines, which end where the script's first command begins."""
+    for line in script.splitlines():
+        if line.startswith("#SBATCH"):
+            try:
+                yield from shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError:
+                yield from line.removeprefix("#SBATCH").split()  # sbatch takes an open quote as it is
+        elif line.strip() and not line.startswith("#"):
+            return
+
+
+def _value(given: Sequence[str], name: str) -> str | None:
+    """Return the value of an option; of several, the last one counts."""
+    long, short = f"--{name}", f"-{_SHORT[name]}" if name in _SHORT else None
+    found = None
+    for index, word in enumerate(given):
+        if word.startswith(f"{long}="):
+            found = word.removeprefix(f"{long}=")
+        elif word in (long, short) and index + 1 < len(given):
+            found = given[index + 1]
+        elif short is not None and word.startswith(short) and not word.startswith("--") and word != short:
+            found = word.removeprefix(short)
+    return found or None
+
+
+def _allows(wanted: str, held: int) -> bool:
+    """Tell whether a job that wants `2-4`, `1-15:2` or `4,8,16` nodes can have so many.  Other words: no."""
+    for part in wanted.split(","):
+        match = _SIZES.fullmatch(part)
+        if match is None:
+            return False
+        least, most, step = (int(group) if group else None for group in match.groups())
+        assert least is not None, "the pattern has it"
+        if held in range(least, (most or least) + 1, step or 1):
+            return True
+    return False

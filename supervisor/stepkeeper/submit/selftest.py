@@ -31,7 +31,7 @@ _FOLLOWS = re.compile(r"(?P<job>\d+)\|.*\bstepkeeper:after=(?P<before>\d+)\.")  
 
 
 class Slurm(Protocol):
-    """What is asked of a `SlurmClient` here."""
+    """What is asked of a `SlurmCommands` here."""
 
     def job(self, job: str) -> JobFacts:
         """Return the facts of a job."""

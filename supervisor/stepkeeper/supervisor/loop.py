@@ -28,7 +28,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.recorder import Recorder
-from stepkeeper.slurm.client import SlurmClient
+from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.slurm.launch import kept, scrub_geometry, watcher_argv, without_python
 from stepkeeper.supervisor.actions import checkpoints, diagnosis, launch, notify, slurm, stack_collector, standbys
 from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
@@ -87,7 +87,7 @@ class Supervisor:
         self,
         *,
         setting: Setting,
-        client: SlurmClient,
+        client: SlurmCommands,
         inbox: Inbox,
         journal: JournalWriter,
         environment: Mapping[str, str],

@@ -18,7 +18,7 @@ from stepkeeper.core.eviction import preempted_at_last
 from stepkeeper.run_store import journal
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import requeue
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import PATIENT_S, SlurmCommands
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import lease, lineage, records
@@ -50,7 +50,7 @@ def rescue(  # noqa: C901, PLR0912 - what is looked at, in its order
     again: bool = False,
     lost: Callable[[], None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
-    client: SlurmClient | None = None,
+    client: SlurmCommands | None = None,
 ) -> Result:
     """Requeue the job if that is right.  Never raises for what the world does: the result says it.
 
@@ -113,7 +113,7 @@ def _for_good(job: JobFacts, assignment: Assignment) -> str:
 
 
 def _run_again(
-    client: SlurmClient, assignment: Assignment, node: str, job: JobFacts, carried: journal.Carried
+    client: SlurmCommands, assignment: Assignment, node: str, job: JobFacts, carried: journal.Carried
 ) -> Result:
     """Have the job run again, and write that down.  Raises SlurmError, OSError."""
     now = time.time()
@@ -127,7 +127,7 @@ def _run_again(
     return Result(done=True, why=f"{why}; {besides}" if besides else why)
 
 
-def _again(client: SlurmClient, assignment: Assignment, excluded: list[str], *, allowed: bool) -> tuple[str, str]:
+def _again(client: SlurmCommands, assignment: Assignment, excluded: list[str], *, allowed: bool) -> tuple[str, str]:
     """Requeue the job, or submit it again where Slurm may not; return what did not succeed besides, and how it went.
 
     Raises:

@@ -25,7 +25,10 @@ from stepkeeper.node_agent.xid.catalogue import Action, Domain, Fault, Kind, Sou
 from stepkeeper.slurm.client import NodeFacts
 
 replace = msgspec.structs.replace
+T = 1_790_000_000.0
+DAY = 86400.0
 ACT = Policy(mode=Mode.ACT)
+CURES = Policy(mode=Mode.ACT, undrain=True, reset_gpus=True, reboot=True)
 PCI = "0000:3b:00.0"
 UUID = "GPU-1"
 ACTIONS = {
@@ -78,6 +81,11 @@ class Cluster:
         self.nodes[name] = replace(
             self.nodes[name], states=self.nodes[name].states | {"DRAIN"}, reason=reason, reason_at=float(int(self.now))
         )
+
+    def hold(self, *names: str) -> None:
+        """Have other agents hold these nodes, since yesterday."""
+        for name in names:
+            self.drain(name, "stepkeeper: before", T - DAY)
 
     def resume(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], states=frozenset(("IDLE",)), reason="", reason_at=None)

@@ -11,22 +11,7 @@ from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Mode, Outcome, Policy
 from stepkeeper.node_agent.xid.catalogue import Action, Kind, Source
 from stepkeeper.slurm.client import REASON_PREFIX, NodeFacts
-from tests.node_agent.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
-
-T = 1_790_000_000.0
-DAY = 86400.0
-CURES = Policy(mode=Mode.ACT, undrain=True, reset_gpus=True, reboot=True)
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return Cluster("a", "b", "c", "d")
-
-
-@pytest.fixture
-def node(cluster: Cluster) -> Node:
-    return Node(cluster, "a")
-
+from tests.node_agent.agent.story import ACT, CURES, DAY, PCI, UUID, Cluster, Node, T, fault, replace
 
 # --- gathering ------------------------------------------------------------------------------------
 
@@ -339,8 +324,7 @@ def test_a_gpu_that_was_mended_under_somebody_elses_drain_is_left_in_peace(node:
 
 
 def test_what_the_breaker_refused_is_drained_when_it_may_be(cluster: Cluster) -> None:
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     node.fit = "lost"
     node.see(fault(79, T))

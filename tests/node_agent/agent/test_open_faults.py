@@ -26,31 +26,17 @@ from stepkeeper.node_agent.core.events import (
     Tell,
 )
 from stepkeeper.node_agent.core.plan import due_at, left_alone
-from stepkeeper.node_agent.core.state import Mode, Outcome, Policy, State
+from stepkeeper.node_agent.core.state import Outcome, Policy, State
 from stepkeeper.node_agent.readings import Gpu, NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Fault, Kind, Source
-from tests.node_agent.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
+from tests.node_agent.agent.story import ACT, CURES, DAY, PCI, UUID, Cluster, Node, T, fault, replace
 
-T = 1_790_000_000.0
-DAY = 86400.0
-CURES = Policy(mode=Mode.ACT, undrain=True, reset_gpus=True, reboot=True)
 OTHER = "0000:5e:00.0"
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return Cluster("a", "b", "c", "d")
-
-
-@pytest.fixture
-def node(cluster: Cluster) -> Node:
-    return Node(cluster, "a")
 
 
 def races(cluster: Cluster) -> Node:
     """Return a node whose agent has drained it, and is about to take the drain back: two others were first."""
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     held, cluster.nodes = cluster.nodes, Cluster("a", "b", "c", "d").nodes  # it counted before they drained
     node.see(fault(79, T))
@@ -253,8 +239,7 @@ def test_a_broken_gpu_is_left_alone_over_a_reboot_until_it_is_replaced(node: Nod
 
 
 def test_the_breaker_keeps_what_no_check_can_end_and_says_it_once(cluster: Cluster) -> None:
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     node.tells = False
     node.see(fault(48, T))
@@ -269,8 +254,7 @@ def test_the_breaker_keeps_what_no_check_can_end_and_says_it_once(cluster: Clust
 
 def test_the_breaker_is_asked_with_all_nodes_and_only_once_nobody_holds_the_node(cluster: Cluster) -> None:
     """A look at our own node alone must not take the breaker for closed, and a held node needs no list of all."""
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     node.fit = "GPU recovery action 2: reboot the node"
     node.see(fault(79, T))
@@ -296,8 +280,7 @@ def test_the_breaker_is_asked_with_all_nodes_and_only_once_nobody_holds_the_node
 
 def test_a_refused_fault_spreads_its_list_of_all_nodes_where_slurm_is_slow(cluster: Cluster) -> None:
     """Thousands of agents that are restarted at once ask at once: about their own nodes only."""
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     node.fit = "GPU recovery action 2: reboot the node"
     node.see(fault(79, T))
@@ -318,8 +301,7 @@ def test_a_refused_fault_spreads_its_list_of_all_nodes_where_slurm_is_slow(clust
 
 
 def test_nobody_counts_all_nodes_for_a_fault_that_is_over(cluster: Cluster) -> None:
-    for name in ("b", "c"):
-        cluster.drain(name, "stepkeeper: before", T - DAY)
+    cluster.hold("b", "c")
     node = Node(cluster, "a")
     node.fit = "GPU recovery action 1: reset the GPU"
     node.see(fault(48, T))

@@ -386,23 +386,24 @@ class BrokenClient:
 
 
 @pytest.mark.parametrize(
-    ("ask", "effect"),
+    "effect",
     [
-        ("list_jobs", ListJobs(incident="i")),
-        ("ask_nodes", AskNodes(call=3)),
-        ("drain", SetDrain(call=3, reason="r")),
-        ("check_node", CheckNode(call=3)),
-        ("reset_gpus", ResetGpus(call=3, pcis=())),
+        ListJobs(incident="i"),
+        AskNodes(call=3),
+        SetDrain(call=3, reason="r"),
+        CheckNode(call=3),
+        ResetGpus(call=3, pcis=()),
     ],
+    ids=lambda effect: type(effect).__name__,
 )
-def test_a_call_that_nobody_has_foreseen_to_fail_is_reported_and_answered(ask: str, effect: object) -> None:
+def test_a_call_that_nobody_has_foreseen_to_fail_is_reported_and_answered(effect: runtime.Act) -> None:
     reported: list[str] = []
     inbox = runtime.Inbox(Clock(), lambda _part, _error, trace: reported.append(trace))
     made = runtime.Acts(
         "n1", BrokenClient(), inbox, check=broken, reset=broken, noted=lambda: "", mistaken=lambda _: ""
     )  # fmt: skip
 
-    getattr(made, ask)(effect)
+    made.perform(effect)
     answer = inbox.get(WITHIN_S)
 
     assert isinstance(answer, (on.JobsListed, on.NodesAnswered, on.CallAnswered))

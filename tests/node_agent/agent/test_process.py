@@ -82,6 +82,7 @@ class Process:
         self.settings = 'mode = "act"\n'
         self.tables = ""
         self.nvml = False
+        self.devices = "0000:"  # that count as there; empty: those that NVML or the PCI bus has
         self.limits = "gather_s = 0.2\nretry_s = 0.1\nretry_max_s = 0.2\nwatch_s = 0.5\nidle_poll_s = 0.2\n"
         self.environment: dict[str, str] = {}
 
@@ -91,7 +92,7 @@ class Process:
             f'node_name = "n1"\nstate_dir = "{self.directory}/state"\nrun_dir = "{self.directory}/run"\n'
             f'slurm_bin = "{self.bin}"\n{self.settings}\n{self.tables}\n'
             f'[test]\nboot_id_file = "{self.directory}/boot_id"\nkernel_log = "{self.directory}/kmsg"\n'
-            'only_pci_prefix = "0000:"\n'
+            f'only_pci_prefix = "{self.devices}"\n'
             f"nvml = {str(self.nvml).lower()}\n[test.limits]\n{self.limits}"
         )
         config.chmod(0o644)
@@ -349,6 +350,29 @@ def test_what_netfilter_writes_for_a_user_is_no_report(agent: Process) -> None:
     agent.until(lambda: any(line["event"] == "incident" for _, line in agent.log()), "the incident")
 
     assert {line["name"] for _, line in agent.log() if line["event"] == "incident"} == {"XID 31"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus.: loaded by a.out",
+        "NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus. IN= OUT=lo MARK=0x7 ",
+    ],
+    ids=["module", "netfilter"],
+)
+def test_a_genuine_record_about_a_gpu_that_the_node_has_not_is_no_fault(
+    curing: Process, nvml: FakeNvml, text: str
+) -> None:
+    """A netfilter rule's prefix, or a module's name, begins like the driver's lines: a user chose it."""
+    curing.devices = ""
+    curing.start()
+    nvml.wait_for_call("nvmlEventSetWait_v2")
+    curing.say(text)
+    nvml.xid(0, 48)
+    curing.say(f"NVRM: Xid (PCI:{PCI}): 48, DBE (double bit error) ECC Error encountered")
+    curing.until(curing.reason, "the drain for the GPU that is there")
+
+    assert {line["pci"] for _, line in curing.log() if line["event"] == "incident"} == {f"{PCI}.0"}
 
 
 def test_a_return_is_asked_for_only_once_the_ledger_holds_it(curing: Process, nvml: FakeNvml) -> None:

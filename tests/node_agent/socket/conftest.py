@@ -20,7 +20,7 @@ def agents(public: Path) -> Iterator[Callable[..., AgentProcess]]:
     """Return a function that starts an agent with other limits; at the end it must still end in order."""
     started: list[AgentProcess] = []
 
-    def start(**limits: float) -> AgentProcess:
+    def start(**limits: object) -> AgentProcess:
         started.append(AgentProcess(public, **limits))
         return started[-1]
 

@@ -82,7 +82,7 @@ def by(uid: int, work: Callable[..., Any], *arguments: Any, within_s: float = WA
 class AgentProcess:
     """The program of `agent.py`, its words and its size."""
 
-    def __init__(self, directory: Path, **limits: float) -> None:
+    def __init__(self, directory: Path, **limits: Any) -> None:
         self.path = str(directory / "run" / "agent.sock")
         self.output = directory / "said"
         self._number = 0

@@ -218,7 +218,7 @@ def test_two_hundred_connecting_processes_of_one_user_keep_no_other_from_joining
 
 
 def test_one_user_fills_no_log(agent: AgentProcess) -> None:
-    """Neither by what is refused nor by what is granted: joins and changed wishes."""
+    """Neither by what is refused nor by what is granted: joins and changed requests."""
     agent.job(JOB, GAMES, state="RUNNING")
 
     def ask_on_and_on(path: str) -> float:
@@ -236,7 +236,7 @@ def test_one_user_fills_no_log(agent: AgentProcess) -> None:
     of_events = Counter(word["event"] for word in agent.words() if "event" in word)
     assert sum(of_events.values()) < 20 + 2 * lasted_s, of_events
     calls = len(agent.said("call", "owned_job"))
-    assert calls < 5 + 3 * lasted_s, "changed wishes cost no more than one"
+    assert calls < 5 + 3 * lasted_s, "changed requests cost no more than one"
 
 
 def test_a_full_house_of_strangers_makes_room_for_a_job(agents: Any) -> None:
@@ -420,7 +420,7 @@ _packets = (
 
 def test_no_packet_does_anything_that_it_may_not(agents: Any) -> None:
     """From root, whom no rate limits and no refusal for want of a job keep from the code behind them."""
-    agent = agents(packets_per_s=1e6, packets_burst=1e6, accepts_per_s=1e6, accepts_burst=1e6)
+    agent = agents(packets=(1e6, 1e6), accepts=(1e6, 1e6))
     agent.job(JOB, GAMES)
 
     @settings(

@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.node_agent.expedite_requeue import (
-    WISHES_MAX,
-    WISHES_PER_UID_MAX,
+    REQUESTS_MAX,
+    REQUESTS_PER_UID_MAX,
     Next,
     Progress,
     RequeueExpediter,
@@ -24,8 +24,8 @@ from stepkeeper.slurm.client import NodeFacts, OwnedJob, SlurmError
 from tests.node_agent.socket.people import until
 
 WISH = RequeueRequest(job_id=7, uid=5, restart_count=1, exclude=("n1", "n2"))
-ASKED = Progress(asked_at=1000.0)
-SENT = Progress(asked_at=1000.0, sent_at=1010.0, sent_restarts=2)
+ASKED = Progress()
+SENT = Progress(sent_at=1010.0, sent_restarts=2)
 PENDING = OwnedJob(job_id=7, uid=5, state="PENDING", restarts=2, eligible_at=1130.0)
 
 
@@ -245,7 +245,7 @@ def test_slurms_refusals_end_it() -> None:
     assert len(slurm.told) == 3
 
 
-def test_a_wish_has_an_end_whatever_slurm_says() -> None:
+def test_a_request_has_an_end_whatever_slurm_says() -> None:
     slurm = SmallSlurm(job(state="RUNNING", restarts=1))
 
     assert over(slurm, give_up_s=0.5) == "given up after 0.5 s"
@@ -256,19 +256,19 @@ def test_there_is_room_for_other_users_beside_a_greedy_one() -> None:
     expediter = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(lambda _: None))
     greedy = [
         expediter.add(RequeueRequest(job_id=i, uid=5, restart_count=0, exclude=()))
-        for i in range(WISHES_PER_UID_MAX + 1)
+        for i in range(REQUESTS_PER_UID_MAX + 1)
     ]
     others = [
         expediter.add(RequeueRequest(job_id=1000 + i, uid=1000 + i, restart_count=0, exclude=()))
-        for i in range(WISHES_MAX)
+        for i in range(REQUESTS_MAX)
     ]
 
-    assert greedy == [True] * WISHES_PER_UID_MAX + [False]
-    assert others == [True] * (WISHES_MAX - WISHES_PER_UID_MAX) + [False] * WISHES_PER_UID_MAX
+    assert greedy == [True] * REQUESTS_PER_UID_MAX + [False]
+    assert others == [True] * (REQUESTS_MAX - REQUESTS_PER_UID_MAX) + [False] * REQUESTS_PER_UID_MAX
     assert expediter.add(RequeueRequest(job_id=0, uid=5, restart_count=0, exclude=())), "asking again is no new request"
 
 
-def test_the_word_of_the_next_attempt_ends_the_wish_and_that_of_the_same_one_does_not() -> None:
+def test_the_word_of_the_next_attempt_ends_the_request_and_that_of_the_same_one_does_not() -> None:
     ends: list[str] = []
     expediter = RequeueExpediter(SmallSlurm(job(state="COMPLETING")), _log(ends.append))
     expediter.add(WISH)
@@ -292,7 +292,7 @@ def test_an_idle_expediter_asks_nothing() -> None:
     assert slurm.asked == 0
 
 
-def test_a_user_who_changes_his_wishes_asks_slurm_no_more_often() -> None:
+def test_a_user_who_changes_his_requests_asks_slurm_no_more_often() -> None:
     slurm = SmallSlurm(job(state="RUNNING", restarts=1))
     expediter = RequeueExpediter(slurm, _log(lambda _: None), poll_s=0.2)
     expediter.start()

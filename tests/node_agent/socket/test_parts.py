@@ -8,7 +8,16 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.connections import BoundedLog, Bucket, Buckets, JoinedJobs, Limits, Membership, parse_cgroup
+from stepkeeper.node_agent.connections import (
+    BoundedLog,
+    Bucket,
+    Buckets,
+    JoinedJobs,
+    Limits,
+    Membership,
+    Rate,
+    parse_cgroup,
+)
 
 GENERATE = (Phase.explicit, Phase.generate)
 
@@ -70,7 +79,7 @@ def test_nothing_below_the_slice_of_users_names_a_job(text: str) -> None:
 @settings(max_examples=200, phases=GENERATE, deadline=None)
 @given(rate=st.floats(0.1, 100), burst=st.floats(1, 50), gaps=st.lists(st.floats(0, 5), max_size=60))
 def test_a_bucket_gives_no_more_than_its_rate_and_burst(rate: float, burst: float, gaps: list[float]) -> None:
-    bucket, now, taken = Bucket(rate, burst, 0.0), 0.0, 0
+    bucket, now, taken = Bucket(Rate(rate, burst), 0.0), 0.0, 0
     for gap in gaps:
         now += gap
         taken += bucket.take(now)
@@ -79,11 +88,11 @@ def test_a_bucket_gives_no_more_than_its_rate_and_burst(rate: float, burst: floa
 
 
 def test_users_without_end_are_forgotten_oldest_first() -> None:
-    buckets = Buckets(0.0, 1.0, uids_max=10)
+    buckets = Buckets(Rate(0.0, 1.0), uids_max=10)
 
     assert all(buckets.take(uid, 0.0) for uid in range(1000))
-    assert not buckets.take(999, 0.0), "the newest is still known"
-    assert len(buckets._of) == 10
+    assert not buckets.take(990, 0.0), "the ten newest are still known"
+    assert buckets.take(989, 0.0), "no other is"
 
 
 def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:

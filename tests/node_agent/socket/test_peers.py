@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node_agent.connections import Credentials, Membership, credentials, job_of, parse_cgroup
+from stepkeeper.node_agent.connections import Membership, job_of, parse_cgroup
+from stepkeeper.node_agent.protocol import Credentials, credentials
 from tests.lab import processes
 from tests.node_agent.socket.people import GAMES, NEWS, Person, needs_root, raw, until
 

@@ -93,7 +93,7 @@ def test_slurm_is_asked_once_for_many_joins_of_a_job(agents: Any) -> None:
 
 
 def test_guessing_job_ids_soon_asks_slurm_no_more(agents: Any) -> None:
-    agent = agents(questions_per_uid_burst=3, questions_per_uid_per_s=0.001)
+    agent = agents(questions_per_uid=(0.001, 3))
 
     def guess() -> list[str]:
         return [joins(agent.path, 100 + index) for index in range(8)]
@@ -150,14 +150,14 @@ def test_a_look_is_a_hint_for_the_agent_and_answered(agent: AgentProcess) -> Non
             return client.look(7, pci="0000:3B:00.0", ordinal=3, why="rank 5 died\x1b[2J\nXID 79 " + "x" * 500).found
 
     assert by(GAMES, ask) == 1
-    (look,) = agent.said("look")
-    assert look["look"]["pci"] == "0000:3b:00.0"
-    assert look["look"]["why"].startswith("rank 5 died [2J XID 79 xxx")
-    assert len(look["look"]["why"]) <= 200
+    (look,) = agent.said("event", "look_asked")
+    assert (look["job"], look["pci"], look["ordinal"]) == (7, "0000:3B:00.0", 3)
+    assert look["why"].startswith("rank 5 died [2J XID 79 xxx")
+    assert len(look["why"]) <= 200
 
 
 def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agents: Any) -> None:
-    agent = agents(looks_per_uid_burst=3, looks_per_uid_per_s=0.001)
+    agent = agents(looks_per_uid=(0.001, 3))
     agent.job(7, GAMES)
     agent.job(8, NEWS)
 

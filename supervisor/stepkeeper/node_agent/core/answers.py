@@ -6,15 +6,15 @@ enough, it must be the one that our ledger holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import msgspec
 
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core import plan
-from stepkeeper.node_agent.core.events import Alarm, Effect, Record, RecordDrain, Tell
-from stepkeeper.node_agent.core.incidents import is_over, on_looked, put
+from stepkeeper.node_agent.core.events import Alarm, Effect, RecordDrain, Tell
+from stepkeeper.node_agent.core.incidents import is_over, on_looked, record
 from stepkeeper.node_agent.core.plan import (
     Decision,
     answered,
@@ -119,20 +119,17 @@ def _is_for(own: NodeFacts, incidents: Iterable[Incident]) -> bool:
 
 def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, policy: Policy) -> Decision:
     ids = tuple(each.id for each in wanted)
-    state = replace(state, call_incidents=ids, call_reason=reason, call_action=wanted[0].action)
+    state = replace(state, call_incidents=ids, call_reason=reason)
     state, effects = call(state, Call.DRAIN, at, policy)
     return Decision(state, effects, f"drain: {reason}")
 
 
 def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
     """Note that we hold the node."""
-    effects: tuple[Effect, ...] = ()
-    incidents = list(incidents)
-    for incident in incidents:
-        incident = replace(incident, outcome=Outcome.DRAINED, outcome_why="the node is drained")  # noqa: PLW2901
-        state = put(state, incident)
-        effects += (Record(incident=incident), Tell(incident=incident, drained=True))
-    actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
+    found = [replace(each, outcome=Outcome.DRAINED, outcome_why="the node is drained") for each in incidents]
+    state, effects = record(state, *found)
+    told = (Tell(incident=each, drained=True) for each in found)
+    actions = [each.action for each in found] + ([state.drain.action] if state.drain is not None else [])
     action = max(actions, key=lambda action: action.severity)
     rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
     drain = Drain(
@@ -145,7 +142,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
-    return Decision(state, (RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
+    return Decision(state, (RecordDrain(drain=drain), *effects, *told), f"the node is drained: {reason}")
 
 
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -205,24 +202,22 @@ def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: P
 
 
 def _looked_again(state: State, event: on.CallAnswered) -> Decision:
-    effects: tuple[Effect, ...] = ()
-    whys: list[str] = []
-    for incident in left_alone(state):
-        if not event.error and is_over(incident, event.looked, state):
-            whys.append("the node has passed its checks")
-            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=whys[-1])  # noqa: PLW2901 - it is over
-        elif not state.call_reason:
-            whys.append(
-                f"the node is in service and has not passed its checks: {event.error}"
-                if event.error
-                else f"the node is in service, and no check can show whether {incident.name} is over: it asks for "
-                f"{incident.action}, and neither reset nor reboot was seen since"
-            )
-            incident = replace(incident, outcome=Outcome.OPEN)  # noqa: PLW2901 - the drain is asked for anew
-        else:
-            continue
-        state = put(state, incident)
-        effects += (Record(incident=incident),)
+    """Go on with the faults that were left alone; `call_reason` says what the breaker still forbids."""
+    over = [each for each in left_alone(state) if not event.error and is_over(each, event.looked, state)]
+    asked_anew = [each for each in left_alone(state) if each not in over and not state.call_reason]
+    passed = "the node has passed its checks"
+    state, effects = record(
+        state,
+        *(replace(each, outcome=Outcome.PASSED, outcome_why=passed) for each in over),
+        *(replace(each, outcome=Outcome.OPEN) for each in asked_anew),
+    )
+    whys = [passed for _ in over] + [
+        f"the node is in service and has not passed its checks: {event.error}"
+        if event.error
+        else f"the node is in service, and no check can show whether {each.name} is over: it asks for {each.action}, "
+        "and neither reset nor reboot was seen since"
+        for each in asked_anew
+    ]
     return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
 
 
@@ -278,12 +273,9 @@ def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Po
     if drain.slurm_returns:  # Slurm returns the node on its own: drain it anew, before it takes a job
         drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
-        effects: tuple[Effect, ...] = (RecordDrain(drain=drain), Alarm(text=why))
-        for incident in held(state):
-            incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
-            state = put(state, incident)
-            effects += (Record(incident=incident),)
-        return Decision(state, effects, why)
+        worse = (replace(each, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN) for each in held(state))
+        state, effects = record(state, *worse)
+        return Decision(state, (RecordDrain(drain=drain), Alarm(text=why), *effects), why)
     state = replace(state, watch_at=next_watch(drain, event.at, policy))
     return Decision(state, (Alarm(text=why),), why)
 
@@ -317,16 +309,11 @@ def _rebooting(state: State, at: float, policy: Policy) -> Decision:
 # or by somebody else.  A return of ours whose answer was lost is still ours: the faults stay open.
 
 
-def close(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
+def close(state: State, incidents: Sequence[Incident], outcome: Outcome, why: str) -> Decision:
     """Close incidents without a drain, and say it loudly, once."""
-    effects: tuple[Effect, ...] = ()
-    for before in incidents:
-        incident = replace(before, outcome=outcome, outcome_why=why)
-        state = put(state, incident)
-        effects += (Record(incident=incident),)
-        if before.outcome_why != why:
-            effects += (Alarm(text=why, incident=incident.id),)
-    return Decision(state, effects, why)
+    state, effects = record(state, *(replace(each, outcome=outcome, outcome_why=why) for each in incidents))
+    alarms = (Alarm(text=why, incident=each.id) for each in incidents if each.outcome_why != why)
+    return Decision(state, (*effects, *alarms), why)
 
 
 def watching(state: State, at: float, policy: Policy, *, refused: bool) -> State:
@@ -358,11 +345,8 @@ def lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
 
 def _let_go(state: State, outcome: Outcome, why: str, *, returned: bool = False) -> tuple[State, tuple[Effect, ...]]:
     """Note that we hold no drain any more, and last of all: who is killed in between still knows of the drain."""
-    effects: tuple[Effect, ...] = ()
-    for incident in held(state):
-        incident = replace(incident, outcome=outcome, outcome_why=why, returned=returned)  # noqa: PLW2901
-        state = put(state, incident)
-        effects += (Record(incident=incident),)
+    ended = (replace(each, outcome=outcome, outcome_why=why, returned=returned) for each in held(state))
+    state, effects = record(state, *ended)
     return replace(state, drain=None), (*effects, RecordDrain(drain=None))
 
 

@@ -21,6 +21,7 @@ from stepkeeper.node_agent.core.incidents import (
     opened,
     place,
     put,
+    record,
     says_more,
     stands,
     suspicion,
@@ -78,12 +79,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
 def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
     state = replace(state, observing=policy.mode is Mode.OBSERVE)
-    effects: tuple[Effect, ...] = ()
-    for before in state.incidents:
-        incident = _taken_up(state, before, policy)
-        if incident != before:
-            state = put(state, incident)
-            effects += (Record(incident=incident),)
+    taken_up = [_taken_up(state, each, policy) for each in state.incidents]
+    state, effects = record(state, *(each for each in taken_up if each not in state.incidents))
     drain = state.drain
     if drain is None:
         return Decision(state, effects)
@@ -126,14 +123,9 @@ def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decis
 
 def _on_gpus_reset(state: State, event: on.GpusReset) -> Decision:
     """Close what was left alone and asked for a reset: it has been made."""
-    effects: tuple[Effect, ...] = ()
-    for incident in state.incidents:
-        same = not event.pci or incident.pci in ("", event.pci)
-        is_over = is_left_alone(incident) and incident.action is Action.DRAIN_RESET and incident.last_at < event.at
-        if same and is_over:
-            incident = replace(incident, outcome=Outcome.PASSED, outcome_why=event.why)  # noqa: PLW2901 - it is over
-            state = put(state, incident)
-            effects += (Record(incident=incident),)
+    asked = [each for each in state.incidents if is_left_alone(each) and each.action is Action.DRAIN_RESET]
+    over = [each for each in asked if each.last_at < event.at and (not event.pci or each.pci in ("", event.pci))]
+    state, effects = record(state, *(replace(each, outcome=Outcome.PASSED, outcome_why=event.why) for each in over))
     return Decision(state, effects, event.why if effects else "")
 
 

@@ -196,6 +196,13 @@ def put(state: State, incident: Incident) -> State:
     return replace(state, incidents=tuple(kept) if found else (*state.incidents, incident))
 
 
+def record(state: State, *incidents: Incident) -> tuple[State, tuple[Effect, ...]]:
+    """Return the state with incidents in their places, and what writes them to the ledger."""
+    for incident in incidents:
+        state = put(state, incident)
+    return state, tuple(Record(incident=each) for each in incidents)
+
+
 def forget(state: State, at: float, policy: Policy) -> State:
     """Drop what is old, and the oldest where there are too many.  What is not over stays as long as there is room."""
     if len(state.incidents) <= policy.incidents_max and not any(_is_old(each, at, policy) for each in state.incidents):
@@ -329,18 +336,15 @@ OFF_THE_BUS = 79
 
 def on_looked(state: State, event: on.CallAnswered) -> Decision:
     """Decide what was suspected when the look began."""
-    effects: tuple[Effect, ...] = ()
-    whys: list[str] = []
-    for before in suspected(state):
-        if before.id in state.call_incidents:
-            of_drain = before.action.drains
-            incident = _agreed(before, event.looked, state) if of_drain else _checked(before, event)
-            whys.append(incident.outcome_why)
-            state = put(state, incident)
-            effects += (Record(incident=incident),)
-            if incident.settled:  # else it is settled anew, and said then
-                effects += (Alarm(text=incident.outcome_why, incident=incident.id),)
-    return Decision(state, effects, "; ".join(whys))
+    found = [
+        _agreed(each, event.looked, state) if each.action.drains else _checked(each, event)
+        for each in suspected(state)
+        if each.id in state.call_incidents
+    ]
+    state, effects = record(state, *found)
+    # one that is not settled is settled anew, and said then
+    alarms = (Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
+    return Decision(state, (*effects, *alarms), "; ".join(each.outcome_why for each in found))
 
 
 def _agreed(incident: Incident, looked: on.Looked | None, state: State) -> Incident:

@@ -153,17 +153,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     call_until: float = 0.0
     call_incidents: tuple[str, ...] = ()  # that the drain or look in flight is for
     call_reason: str = ""
-    call_action: Action = Action.LOG
     tries: int = 0  # in a row that failed
     retry_at: float = 0.0  # no call before
     watch_at: float = 0.0  # the next unhurried one
     listened: bool = False  # Slurm has answered about our own node: the count of all nodes is next
     observing: bool = False  # mode observe, known from the start
-
-    @property
-    def free(self) -> bool:
-        """Whether a call may be made."""
-        return self.call is None
 
 
 # The numbers that the agent's decisions depend on, each named, with its unit and a reason for its default.

@@ -101,7 +101,7 @@ def judge_xid_event(
         decided = lost(catalogue, "XID 79: the GPU fell off the bus")
     else:
         plain = _without_text(event.code, row) if kernel_log else _by_catalogue(event.code, row)
-        decided = _over(payload.recovery(recovery_action or payload.RECOVERY_NONE), plain, row)
+        decided = _over(payload.recovery(recovery_action), plain, row)
     return Fault(
         at=event.at,
         source=Source.NVML,
@@ -127,13 +127,13 @@ def _with_recovery(code: int, text: str, recovery_action: int | None, plain: Dec
     """Return the recovery action's word, be it NVML's or that of a 154, over what text and catalogue say."""
     if code == OFF_THE_BUS:
         return plain  # what NVML says of a GPU that is gone, it said before
-    advice = payload.recovery(recovery_action or payload.RECOVERY_NONE)
+    advice = payload.recovery(recovery_action)
     if code == RECOVERY_CHANGED and not (row is not None and row.site):
         wanted = payload.changed_recovery(text)
         if wanted == payload.RECOVERY_NONE and advice is None:
             why = "the GPU's recovery action went back to none"
             return Decoded(action=Action.LOG, why=why, domain=_blamed(row))
-        from_text = payload.recovery(wanted or payload.RECOVERY_NONE)
+        from_text = payload.recovery(wanted)
         advice = max(
             (each for each in (from_text, advice) if each is not None),
             key=lambda each: each.action.severity,
@@ -326,24 +326,22 @@ def stuck(status: NvmlStatus) -> Fault | None:
 
 
 def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
-    if before is None or health.recovery_action != before.recovery_action:
-        advice = payload.recovery(health.recovery_action or payload.RECOVERY_NONE)
-        if advice is not None:
-            yield advice
-    if health.rows_failed and not (before is not None and before.rows_failed):
-        why = "NVML: a memory row could not be remapped"
-        yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
-    if health.sram_threshold_exceeded and not (before is not None and before.sram_threshold_exceeded):
+    before = before or GpuHealth(at=health.at, pci=health.pci)
+    advice = payload.recovery(health.recovery_action)
+    if advice is not None and health.recovery_action != before.recovery_action:
+        yield advice
+    if health.rows_failed and not before.rows_failed:
+        yield Decoded(action=Action.DRAIN_RMA, why="NVML: a memory row could not be remapped", certain=True)
+    if health.sram_threshold_exceeded and not before.sram_threshold_exceeded:
         why = "NVML: more uncorrectable SRAM errors than the GPU may have"
         yield Decoded(action=Action.DRAIN_RMA, why=why, certain=True)
-    if health.rows_pending and not (before is not None and before.rows_pending):
+    if health.rows_pending and not before.rows_pending:
         yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory row waits for a reset to be remapped")
-    if health.pages_pending and not (before is not None and before.pages_pending):
+    if health.pages_pending and not before.pages_pending:
         yield Decoded(action=Action.DEFER_RESET, why="NVML: a memory page waits for a reset to be retired")
-    errors = health.ecc_uncorrected or 0
-    errors_before = before.ecc_uncorrected or 0 if before is not None else 0
-    if errors > errors_before:  # a smaller number means that the GPU was reset
-        why = f"NVML: {errors - errors_before} new uncorrectable memory errors: XID 48, 94 or 95 would say more"
+    new_errors = (health.ecc_uncorrected or 0) - (before.ecc_uncorrected or 0)
+    if new_errors > 0:  # a smaller number means that the GPU was reset
+        why = f"NVML: {new_errors} new uncorrectable memory errors: XID 48, 94 or 95 would say more"
         yield Decoded(action=Action.LOG, why=why)
 
 

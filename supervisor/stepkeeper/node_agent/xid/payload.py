@@ -6,6 +6,7 @@ change what the catalogue says of the code.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -17,12 +18,13 @@ from stepkeeper.node_agent.xid.catalogue import Action, Domain
 # The registers behind an NVLink error: XID 74 (up to NVLink 4) and 144 to 150 (NVLink 5).
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What the registers ask for."""
+class Decoded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a text asks for."""
 
     action: Action
     why: str
-    domain: Domain | None = None  # None: the fabric's
+    certain: bool = False
+    domain: Domain | None = None  # None: that of the catalogue
 
 
 class _Bits(msgspec.Struct, frozen=True):
@@ -79,7 +81,7 @@ _BY_CABLE: Final = frozenset({0b101010, 0b101011})
 _BY_PEER: Final = 0b100000  # the highest bit
 
 
-def decode_nvlink4(text: str) -> Finding | None:
+def decode_nvlink4(text: str) -> Decoded | None:
     """Return what the seven registers of a 74 ask for; None where they, or one set bit, are not known."""
     match = _LINK4.search(text)
     if match is None:
@@ -95,12 +97,12 @@ def decode_nvlink4(text: str) -> Finding | None:
     worst = max(known, key=lambda each: each.action.severity, default=None)
     if worst is None or (len(known) < len(found) and not worst.action.drains):
         return None  # an unknown bit may be the one that counts
-    where = f"link {int(match['link'])}, register {worst.register}"
+    why = f"74 on link {int(match['link'])}, register {worst.register}: {worst.meaning}"
     driver = Domain.DRIVER_FIRMWARE if worst.meaning.endswith("of the driver") else None
-    return Finding(action=worst.action, why=f"on {where}: {worst.meaning}", domain=driver)
+    return Decoded(action=worst.action, why=why, domain=driver)
 
 
-def decode_nvlink5(code: int, text: str) -> Finding | None:
+def decode_nvlink5(code: int, text: str) -> Decoded | None:
     """Return what the line of an NVLink 5 unit asks for; None where it cannot be read.
 
     A line that is not fatal is logged: should the GPU need more, the driver says so in a 154.
@@ -110,41 +112,32 @@ def decode_nvlink5(code: int, text: str) -> Finding | None:
         return None
     words = [int(word, 16) for word in re.split(r"[ ,]+", match["words"])]
     unit = match["unit"].upper()
-    where = f"{match['unit']} on link {int(match['link'])}"
+    where = f"{code} {match['unit']} on link {int(match['link'])}"
     if match["word"] != "Fatal":
-        return Finding(action=Action.LOG, why=f"{where}: not fatal; a 154 would say if more is needed")
+        return Decoded(action=Action.LOG, why=f"{where}: not fatal; a 154 would say if more is needed")
     if code in _NEVER_ACTED_ON or (code == _NETIR and "BER" in unit) or (code == _RLW and "RXPIPE" in unit):
-        return Finding(action=Action.LOG, why=f"{where}: a state of this unit that is not acted on")
+        return Decoded(action=Action.LOG, why=f"{where}: a state of this unit that is not acted on")
     if code == _NETIR and "LINK" in unit:
         return _link_down(where, words[0] >> _LINK_DOWN_SHIFT & _LINK_DOWN_MASK)
     for of_code, part, states in _LEFT_TO_RECOVERY:
         if code == of_code and part in unit and words[1] in states:
             why = f"{where}: fatal, state {words[1]:#x}; the recovery action decides on a reset"
-            return Finding(action=Action.RESTART_JOB, why=why)
-    return Finding(action=Action.DRAIN_RESET, why=f"{where}: fatal")
+            return Decoded(action=Action.RESTART_JOB, why=why)
+    return Decoded(action=Action.DRAIN_RESET, why=f"{where}: fatal")
 
 
-def _link_down(where: str, reason: int) -> Finding:
+def _link_down(where: str, reason: int) -> Decoded:
     """Judge a fatal link event by why the link went down."""
     if reason in _IGNORED_REASONS:
-        return Finding(action=Action.LOG, why=f"{where}: down for reason {reason:#08b}, which is not acted on")
+        return Decoded(action=Action.LOG, why=f"{where}: down for reason {reason:#08b}, which is not acted on")
     if reason in _BY_SOFTWARE:
         why = f"{where}: taken down by software or a user (reason {reason:#08b})"
-        return Finding(action=Action.DRAIN_RESET, why=why, domain=Domain.DRIVER_FIRMWARE)
+        return Decoded(action=Action.DRAIN_RESET, why=why, domain=Domain.DRIVER_FIRMWARE)
     if reason in _BY_CABLE:
-        return Finding(action=Action.DRAIN_RESET, why=f"{where}: down, a cable (reason {reason:#08b})")
+        return Decoded(action=Action.DRAIN_RESET, why=f"{where}: down, a cable (reason {reason:#08b})")
     if reason & _BY_PEER:
-        return Finding(action=Action.DRAIN_RESET, why=f"{where}: taken down by its peer (reason {reason:#08b})")
-    return Finding(action=Action.DRAIN_RESET, why=f"{where}: fatal")
-
-
-class Decoded(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text asks for."""
-
-    action: Action
-    why: str
-    certain: bool = False
-    domain: Domain | None = None  # None: that of the catalogue
+        return Decoded(action=Action.DRAIN_RESET, why=f"{where}: taken down by its peer (reason {reason:#08b})")
+    return Decoded(action=Action.DRAIN_RESET, why=f"{where}: fatal")
 
 
 RECOVERY_NONE: Final = 0
@@ -171,9 +164,9 @@ _NO_ROWS_LEFT = ("all reserved rows", "table is full", "dram retirement failed")
 _ROW_WAITS = "already pending remapping"
 
 
-def recovery(value: int) -> Decoded | None:
-    """Return what a GPU recovery action asks for (NVML field 230, or what XID 154 says); None where it is "none"."""
-    if value == RECOVERY_NONE:
+def recovery(value: int | None) -> Decoded | None:
+    """Return what a GPU recovery action asks for (NVML field 230, or what XID 154 says); None where it asks nothing."""
+    if value is None or value == RECOVERY_NONE:
         return None
     action, meaning, certain = _RECOVERY.get(value, _RECOVERY_OTHER)
     return Decoded(action=action, why=f"GPU recovery action {value}: {meaning}", certain=certain)
@@ -245,26 +238,13 @@ def _uncontained(text: str) -> Decoded | None:
     return None  # every program on the GPU is lost all the same: the catalogue decides
 
 
-def _nvlink4(text: str) -> Decoded | None:
-    found = decode_nvlink4(text)
-    return None if found is None else Decoded(action=found.action, why=f"74 {found.why}", domain=found.domain)
-
-
-def _nvlink5(code: int) -> Callable[[str], Decoded | None]:
-    def decoder(text: str) -> Decoded | None:
-        found = decode_nvlink5(code, text)
-        return None if found is None else Decoded(action=found.action, why=f"{code} {found.why}", domain=found.domain)
-
-    return decoder
-
-
 _DECODERS: Final[Mapping[int, Callable[[str], Decoded | None]]] = {
     63: _new_row,
     64: _failed_row,
-    74: _nvlink4,
+    74: decode_nvlink4,
     94: _contained,
     95: _uncontained,
-    **{code: _nvlink5(code) for code in range(144, 151)},
+    **{code: functools.partial(decode_nvlink5, code) for code in range(144, 151)},
 }
 
 # The mildest that the text can ask for, where that is less than the catalogue's action.  It counts where a code comes

@@ -20,7 +20,8 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.reason_text import text
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import requests
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
 
 OUTPUT_BYTES_MAX = 2000  # of the command's, in the log
@@ -39,7 +40,7 @@ def notify_user(
     effect: do.NotifyUser,
     call: Call,
     *,
-    client: SlurmClient,
+    client: SlurmCommands,
     environment: Mapping[str, str],
     inbox: Inbox,
     log: structlog.typing.FilteringBoundLogger,

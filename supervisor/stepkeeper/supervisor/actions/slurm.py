@@ -9,14 +9,14 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.run_store import lease
 from stepkeeper.slurm import requeue as slurm_requeue
-from stepkeeper.slurm.client import SlurmClient, SlurmError
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 
-def query_job(client: SlurmClient, job: str, *, inbox: Inbox) -> None:
+def query_job(client: SlurmCommands, job: str, *, inbox: Inbox) -> None:
     """Ask for the facts of our job; `SlurmAnswered` comes."""
 
     def work() -> None:
@@ -44,7 +44,7 @@ def ask_time(*, inbox: Inbox) -> threading.Thread:
     return inbox.run(Part.SLURMS_TIME, work)
 
 
-def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:
+def release(client: SlurmCommands, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:
     """Give back all nodes of our job but some; `NodesReleased` comes."""
 
     def work() -> None:
@@ -60,7 +60,7 @@ def release(client: SlurmClient, job: str, keep: tuple[str, ...], *, inbox: Inbo
     )
 
 
-def query_idle_nodes(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
+def query_idle_nodes(client: SlurmCommands, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
     """Ask for idle nodes like some of ours; `IdleNodes` comes."""
 
     def work() -> None:
@@ -73,7 +73,7 @@ def query_idle_nodes(client: SlurmClient, job: str, effect: do.AskIdleNodes, *, 
     inbox.run(Part.ASK_IDLE_NODES, work, answer=lambda error: on.IdleNodes(at=inbox.clock.now(), error=error))
 
 
-def requeue(client: SlurmClient, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
+def requeue(client: SlurmCommands, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
     """Requeue our own job; `RequeueAnswered` comes, or `Superseded` where a newer attempt holds the run."""
 
     def work() -> None:

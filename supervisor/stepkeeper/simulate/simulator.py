@@ -28,7 +28,7 @@ from stepkeeper.core.state import Phase, State
 from stepkeeper.reason_text import text
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.simulate.world import MIX, Accounts, Kind, Progress, Result, World
-from stepkeeper_trainer.formats.interval import Costs, productive_share
+from stepkeeper_trainer.coordinate.cadence import Costs, productive_share
 
 # What will happen in a simulated world, in the order of time.
 

@@ -444,7 +444,7 @@ MUTATIONS = (
         "faults.on_unfit", last, "found", "what most nodes share is not theirs", "most_nodes_are_not_fit", "failure"
     ),
     Mutation(
-        "phases._fewer",
+        "placement._fewer",
         never,
         "min",
         "a launch shrinks only as far as it may",
@@ -477,7 +477,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "phases._fewer",
+        "placement._fewer",
         last,
         "largest",
         "a smaller launch has a number of nodes that divides its batch",

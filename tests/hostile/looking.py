@@ -20,7 +20,7 @@ from typing import NamedTuple
 from stepkeeper.cli import main as cli_main
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.run_store import journal, lines, requests, run_registry, submission
+from stepkeeper.run_store import find, journal, lines, requests, submission
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.environment import read_environment
@@ -96,7 +96,7 @@ def readers(run: Path) -> dict[str, tuple[Callable[[], object], tuple[type[Excep
         "code": (lambda: submission.newest_code_before(run, 3), ()),
         "asks": (lambda: requests.waiting(run, 7), (OSError,)),
         "answer": (lambda: requests.read_answer(run, "save-1"), (OSError, DecodeError)),
-        "runs": (lambda: run_registry.runs(dict(os.environ)), ()),
+        "runs": (lambda: find.registered(dict(os.environ)), ()),
         "superseded": (lambda: run_store_lease.superseded(run, NEWEST), (OSError, lease.LeaseError)),
         "leftovers": (lambda: Commits(run, read_environment()).clear_leftovers(), (OSError,)),
         "tier": (lambda: DirectoryTier(checkpoints).steps(), (OSError,)),

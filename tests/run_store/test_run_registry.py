@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.run_store import find, run_registry
+from stepkeeper.run_store import find
 from stepkeeper_trainer.formats import lease
 
 
@@ -31,7 +31,7 @@ def test_a_job_id_finds_a_run_that_lies_anywhere(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = a_run(tmp_path / "scratch" / "a run", 77)
-    run_registry.remember(run, environment)
+    find.remember(run, environment)
     monkeypatch.chdir(tmp_path / "home")
     assert find.find("77", environment).path == run
     with pytest.raises(StepkeeperError, match="job 78: no run directory found"):
@@ -41,34 +41,34 @@ def test_a_job_id_finds_a_run_that_lies_anywhere(
 def test_runs_that_are_gone_are_not_named(tmp_path: Path, environment: dict[str, str]) -> None:
     kept, gone = a_run(tmp_path / "kept", 1), a_run(tmp_path / "gone", 2)
     for run in (kept, gone):
-        run_registry.remember(run, environment)
+        find.remember(run, environment)
     (gone / lease.LEASE_NAME).unlink()
     gone.rmdir()
-    assert run_registry.runs(environment) == [kept]
+    assert find.registered(environment) == [kept]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_registry, "KEPT", 3)
+    monkeypatch.setattr(find, "REGISTERED_MAX", 3)
     made = [a_run(tmp_path / str(number), number) for number in range(5)]
     for age, run in enumerate(made):
-        run_registry.remember(run, environment)
-        newest = max(run_registry.place(environment).iterdir(), key=lambda file: file.stat().st_mtime_ns)  # type: ignore[union-attr]
+        find.remember(run, environment)
+        newest = max(find.registry(environment).iterdir(), key=lambda file: file.stat().st_mtime_ns)  # type: ignore[union-attr]
         os.utime(newest, (age, age))
-    run_registry.remember(made[-1], environment)
-    assert run_registry.runs(environment) == [made[4], made[3], made[2]]
+    find.remember(made[-1], environment)
+    assert find.registered(environment) == [made[4], made[3], made[2]]
 
 
 def test_what_somebody_else_has_put_there_harms_nobody(tmp_path: Path, environment: dict[str, str]) -> None:
     run = a_run(tmp_path / "run", 5)
-    run_registry.remember(run, environment)
-    directory = run_registry.place(environment)
+    find.remember(run, environment)
+    directory = find.registry(environment)
     assert directory is not None
     (directory / "torn").write_bytes(b"\0\0")
     (directory / "relative").write_bytes(b"run")
     (directory / "json").write_text(json.dumps({"run": 1}))
-    assert run_registry.runs(environment) == [run]
+    assert find.registered(environment) == [run]
 
 
 def test_without_a_home_nothing_is_noted_and_nothing_fails(tmp_path: Path) -> None:
-    run_registry.remember(tmp_path, {})
-    assert run_registry.runs({}) == []
+    find.remember(tmp_path, {})
+    assert find.registered({}) == []

@@ -10,8 +10,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import State
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.simulate import simulator
-from stepkeeper.simulate.many import simulate
-from stepkeeper.simulate.simulator import Simulator
+from stepkeeper.simulate.simulator import Simulator, simulate
 from stepkeeper.simulate.world import PRESETS, Kind, World
 
 HOUR = 3600.0

@@ -25,7 +25,6 @@ from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.frameworks.recognise import Finding
 from stepkeeper.frameworks.script import Script
 from stepkeeper.loop_tools import Clock
-from stepkeeper.run_store import worlds
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import checkpoints as acts
 from stepkeeper.supervisor.actions import foreign as module
@@ -230,7 +229,7 @@ def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: P
     assert (repaired["file"], repaired["named"], repaired["names"]) == (
         str(case.root / "latest"), "global_step20", "global_step10",
     )  # fmt: skip
-    [world] = worlds.read(case.run)
+    [world] = module.read_worlds(case.run)
     assert (world.launch, world.ranks) == (0, 1)
 
 
@@ -304,7 +303,7 @@ def test_the_launch_that_saved_a_checkpoint_says_how_many_ranks_it_is_of(
     for step, path in paths.items():
         os.utime(path, (now - 1000 + step, now - 1000 + step))
     for at, ranks in ((-850, 4), (-750, 3)):  # before them was another run
-        worlds.note(case.run, worlds.World(at=now + at, attempt=0, launch=0, ranks=ranks))
+        module.note_world(case.run, module.World(at=now + at, attempt=0, launch=0, ranks=ranks))
 
     (paths[300] / lost.replace("3", "2")).unlink()
     (paths[200] / lost).unlink()

@@ -17,7 +17,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
-from stepkeeper.run_store import journal, paths, run_registry, submission
+from stepkeeper.run_store import find, journal, paths, submission
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd, requeue, resubmission
 from stepkeeper.slurm.client import SlurmError
@@ -186,7 +186,7 @@ def note(config: Config, directory: RunDirectory, number: int, command: Sequence
     except OSError as error:
         log.warning("config_not_recorded", error=f"{error.filename}: {error.strerror}")
     try:
-        run_registry.remember(directory.path, os.environ)
+        find.remember(directory.path, os.environ)
     except OSError as error:  # a help for people, no more: a home may be read-only on compute nodes
         log.debug("run_not_noted", error=f"{error.filename}: {error.strerror}")
     _compare_code(directory, number, command, log, must_be_same=config.settings.same_code)

@@ -24,7 +24,7 @@ from stepkeeper.submit.plan import short
 from stepkeeper_trainer.formats.plain import read_plain
 
 if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
-    from stepkeeper.simulate.many import Summary
+    from stepkeeper.simulate.simulator import Summary
 
 RUNS = 5
 CHOICES_MAX = 200
@@ -93,7 +93,7 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Play, or simulate."""
-    from stepkeeper.simulate.many import simulate  # noqa: PLC0415 - only where it is asked for
+    from stepkeeper.simulate.simulator import simulate  # noqa: PLC0415 - only where it is asked for
 
     if arguments.files:
         for index, path in enumerate(arguments.files):

@@ -18,7 +18,7 @@ from stepkeeper.config.resolve import Config, Sources
 from stepkeeper.config.settings import SETTINGS
 from stepkeeper.config.values import shown
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import places
+from stepkeeper.core.placement import places
 from stepkeeper.core.state import Nodes, State
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.asking import Question, answer

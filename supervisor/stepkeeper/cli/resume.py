@@ -16,7 +16,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
-from stepkeeper.run_store import find, run_registry
+from stepkeeper.run_store import find
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.paths import RunDirectory
@@ -189,7 +189,7 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         log = ""  # a help for people
     try:
         submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=log))
-        run_registry.remember(run.path, os.environ)
+        find.remember(run.path, os.environ)
     except OSError as error:
         printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")
     return job

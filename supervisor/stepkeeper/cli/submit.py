@@ -20,7 +20,7 @@ from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import queue
-from stepkeeper.run_store import find, paths, run_registry, submission
+from stepkeeper.run_store import find, paths, submission
 from stepkeeper.slurm import cmd, requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
@@ -135,7 +135,7 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
             environment=submission.settings(os.environ),
         )
         submission.write(directory.path, noted)
-        run_registry.remember(directory.path, os.environ)
+        find.remember(directory.path, os.environ)
     except (StepkeeperError, OSError) as error:
         printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepkeeper.core import anomalies, slow_nodes
-from stepkeeper.core.anomalies import WATCH
+from stepkeeper.core.anomalies import REPLAY_CHOICES, SLOW_NODE_CHOICES, WATCH
 from stepkeeper.core.policy import STOP_SIGNALS, Limits, Policy
 from stepkeeper.core.scale_up import GROW_BACK
 from stepkeeper.run_store import paths
@@ -184,8 +183,8 @@ _POLICY = {
     "exclude_lost_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
-    "replay_differs": About(metavar="|".join(anomalies.CHOICES), choices=anomalies.CHOICES, has_flag=False),
-    "slow_node": About(metavar="|".join(slow_nodes.CHOICES), choices=slow_nodes.CHOICES, has_flag=False),
+    "replay_differs": About(metavar="|".join(REPLAY_CHOICES), choices=REPLAY_CHOICES, has_flag=False),
+    "slow_node": About(metavar="|".join(SLOW_NODE_CHOICES), choices=SLOW_NODE_CHOICES, has_flag=False),
     "hang_least_s": About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),

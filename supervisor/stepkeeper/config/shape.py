@@ -8,7 +8,7 @@ import msgspec
 
 from stepkeeper.config.resolve import Config
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.phases import largest
+from stepkeeper.core.placement import largest
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.slurm.cmd import is_own_srun, nodes_range, require_startable
 

@@ -1,8 +1,8 @@
 """The rules: `decide(state, event, policy)` returns the next state, what to do, and why.
 
 Pure, like the whole of `core`: no clock, no I/O, no log, no thread.  Time is `event.at`.  Read on in the
-order of a run: `starting`, `gates`, `storage`, `training`, `silence`, `slow_nodes`, `anomalies`, `recovery`, `notices`,
-`requests`, `faults`, `scale_up`, `bus`, `deadlines`; all of them end in `phases`.  What they change is in `state`.
+order of a run: `starting`, `gates`, `storage`, `training`, `silence`, `anomalies`, `recovery`, `notices`, `faults`,
+ `scale_up`, `bus`, `deadlines`; all of them end in `phases`.  What they change is in `state`.
 
 Every phase that waits has a deadline.  When it passes, the next rougher means is used.
 """
@@ -13,7 +13,7 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.anomalies import on_replayed
+from stepkeeper.core.anomalies import on_nodes_paced, on_replayed
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import (
@@ -25,6 +25,7 @@ from stepkeeper.core.faults import (
 )
 from stepkeeper.core.notices import (
     on_node_signaled,
+    on_requested,
     on_requeue_answered,
     on_signal,
     on_slurm_answered,
@@ -33,10 +34,8 @@ from stepkeeper.core.notices import (
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judged, on_rolled_back
-from stepkeeper.core.requests import on_requested
 from stepkeeper.core.scale_up import on_idle_nodes, on_nodes_checked
 from stepkeeper.core.silence import on_clock_set, on_stacks, on_suspended
-from stepkeeper.core.slow_nodes import on_nodes_paced
 from stepkeeper.core.starting import (
     on_attempt_started,
     on_choice_failed,

@@ -20,14 +20,12 @@ from stepkeeper.core.phases import (
     Decision,
     all_ready,
     kept,
-    places,
     release,
     repeats,
-    room,
     stop,
     stopping,
-    without_nodes,
 )
+from stepkeeper.core.placement import places, room, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import give_up, may_rest, rest

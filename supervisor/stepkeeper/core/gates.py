@@ -11,7 +11,8 @@ import msgspec
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
-from stepkeeper.core.phases import Decision, all_ready, close, places, release, repeats, room
+from stepkeeper.core.phases import Decision, all_ready, close, release, repeats
+from stepkeeper.core.placement import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Choice, Failure, Next, Phase, Plan, State, Timer

@@ -1,4 +1,4 @@
-"""Signals, what Slurm says they mean, and the requeue.  Pure.
+"""Signals, what Slurm says they mean, the requeue, and the requests of people.  Pure.
 
 A requeue happens once, last, and only after Slurm was asked again: never for a cancelled, finished or
 already requeued job.
@@ -25,6 +25,7 @@ from stepkeeper.core.phases import (
     Decision,
     can_save,
     close,
+    closed,
     end_unsaved,
     kill,
     query_slurm,
@@ -328,3 +329,58 @@ def on_superseded(state: State, event: on.Superseded, policy: Policy) -> Decisio
     """A newer attempt holds the lease: leave the run to it."""
     why = (because.Superseded(job_id=event.by_job_id, restart_count=event.by_restart_count),)
     return stop(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.SUPERSEDED), policy)
+
+
+# What a person asks of a run that is under way: save now, or save and end.
+#
+# A request comes again until it is answered, so what cannot be done at the moment is simply left for later: through a
+# requeue it waits for the next attempt.
+
+ANSWERED_MAX = 16
+
+
+def on_requested(state: State, event: on.Requested, policy: Policy) -> Decision:
+    """Somebody asks for a checkpoint, or for the end of the run."""
+    if event.name in state.answered:
+        return Decision(state)  # the answer is on its way
+    decision = _asked_to_save(state, event) if event.kind == "save" else _asked_to_stop(state, event, policy)
+    if decision is None:
+        return Decision(state)
+    ok = not any(isinstance(reason, because.SaveRefused) for reason in decision.why)
+    answered = replace(decision.state, answered=(*decision.state.answered, event.name)[-ANSWERED_MAX:])
+    effects = (do.AnswerRequest(name=event.name, reasons=decision.why, ok=ok), *decision.effects)
+    return Decision(answered, effects, decision.why)
+
+
+def _asked_to_save(state: State, event: on.Requested) -> Decision | None:
+    """Ask the ranks; without any that could, it is refused at once: the asker waits for an answer."""
+    why = (because.Requested(by=event.by, kind="save"),)
+    if state.phase is Phase.SAVING or (state.phase is Phase.TRAINING and state.launch.saving is not None):
+        return None  # one is under way; the next one can be asked for then
+    if state.phase is not Phase.TRAINING:
+        return Decision(state, (), (because.SaveRefused(phase=state.phase.value),))
+    if not state.launch.library_seen:
+        return Decision(state, (), (because.SaveRefused(),))
+    return Decision(state, (do.RequestSave(stop=False, reasons=why),), why)
+
+
+def _asked_to_stop(state: State, event: on.Requested, policy: Policy) -> Decision | None:
+    why = (because.Requested(by=event.by, kind="stop"),)
+    plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
+    match state.phase:
+        case Phase.TRAINING if can_save(state):
+            return save(state, event.at + policy.stop_within_s, plan)
+        case Phase.TRAINING:
+            return end_unsaved(state, event.at, plan, policy)
+        case Phase.SAVING:
+            return Decision(take(state, plan), (), why)
+        case Phase.STOPPING if state.launch.running:
+            return Decision(take(state, plan), (), why)
+        case Phase.CLOSING:
+            return closed(take(state, plan), event.at, policy, why)
+        case Phase.REQUEUEING if state.requeue.requesting:
+            return None  # the next attempt gets it
+        case Phase.REQUEUEING:
+            return close(take(state, plan), event.at, plan, policy)
+        case _:
+            return stop(state, event.at, plan, policy)

@@ -6,8 +6,6 @@ Slurm step of ours lingers when the job is requeued.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import msgspec
 
 from stepkeeper.core import effects as do
@@ -15,73 +13,8 @@ from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import Finding, NodesLeft, Why
+from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Next, Phase, Plan, Question, Ranks, State, Timer
-from stepkeeper.core.topology import close_nodes, closest, replacements
-
-# Which nodes a launch gets.  Pure.
-
-
-def places(state: State) -> tuple[str, ...]:
-    """Return the nodes of the next launch, in the order of its ranks; none where too few are left.
-
-    Nodes of the launch before come first, spares fill up: each takes the place of the node that it replaces, where
-    Slurm knows switches and the ranks are ours to order.  Else the order is the allocation's.  Where no other number
-    of ranks than that of the save can resume from the checkpoint, a launch has as many nodes as the one before.
-    """
-    before, switches, wanted = state.launch.nodes, state.nodes.switches, state.nodes.wanted
-    if state.resume.same_world and state.launch.nodes:
-        wanted = len(state.launch.nodes)
-    if len(state.nodes.usable) < wanted:
-        wanted = _fewer(state, len(state.nodes.usable))
-    again = [node for node in state.nodes.usable if node in before]
-    if not again or len(again) > wanted:
-        return close_nodes(again or state.nodes.usable, wanted, switches)
-    spares = [node for node in state.nodes.usable if node not in again]
-    found = replacements([node for node in before if node not in again], spares, switches)
-    if switches and state.identity.wrapped and wanted == len(before):
-        return tuple(found.get(node, node) for node in before)
-    chosen = {*again, *list(found.values())[: wanted - len(again)]}
-    more = closest(again, [spare for spare in spares if spare not in chosen], switches)
-    chosen |= set(more[: wanted - len(chosen)])
-    return tuple(node for node in state.nodes.usable if node in chosen)
-
-
-def without_nodes(state: State, left: Collection[str]) -> State:
-    """Return the state in which a launch gets none of these nodes."""
-    usable = tuple(node for node in state.nodes.usable if node not in left)
-    return replace(state, nodes=replace(state.nodes, usable=usable))
-
-
-def _fewer(state: State, left: int) -> int:
-    """Return how many of so many nodes a smaller launch has; 0 where it may not be so small."""
-    if state.resume.same_world or not 0 < state.nodes.min <= left:
-        return 0
-    return largest(state.nodes.counts, state.nodes.min, left)
-
-
-def largest(counts: Sequence[int], least: int, most: int) -> int:
-    """Return the largest number of nodes within bounds that a launch may have; 0 where there is none.
-
-    >>> largest((1, 2, 4, 8), 2, 7)
-    4
-    >>> largest((), 2, 7)
-    7
-    """
-    return most if not counts else max((each for each in counts if least <= each <= most), default=0)
-
-
-def room(state: State) -> NodesLeft:
-    """Tell how many nodes are left, and how many a launch needs."""
-    counts = state.nodes.counts
-    return NodesLeft(
-        usable=len(state.nodes.usable),
-        wanted=state.nodes.wanted,
-        least=state.nodes.min,
-        counts=counts,
-        same_world=state.resume.same_world,
-    )
-
 
 replace = msgspec.structs.replace
 

@@ -20,7 +20,8 @@ from stepkeeper.core.causes import BY_EVIDENCE, IN_A_STATE, OF_NODE, UNCHARGED, 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
 from stepkeeper.core.gates import go_on_starting, waiting
-from stepkeeper.core.phases import Decision, places, repeats, stop, without_nodes
+from stepkeeper.core.phases import Decision, repeats, stop
+from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer

@@ -15,7 +15,8 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.phases import Decision, places, release, save, without_nodes
+from stepkeeper.core.phases import Decision, release, save
+from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, State

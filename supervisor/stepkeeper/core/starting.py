@@ -20,12 +20,11 @@ from stepkeeper.core.phases import (
     Decision,
     all_ready,
     finish,
-    places,
     query_slurm_unprompted,
     request_save,
-    room,
     stop,
 )
+from stepkeeper.core.placement import common, places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.recovery import past, settle
@@ -49,7 +48,6 @@ from stepkeeper.core.state import (
     Timer,
     Watchers,
 )
-from stepkeeper.core.topology import common
 
 replace = msgspec.structs.replace
 

@@ -246,7 +246,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[tuple[str, float], ...] = ()  # (node, when): Slurm may not have noticed yet
     excluded: tuple[Exclusion, ...] = ()  # the weakest reason first: lost nodes, then faulty ones, each oldest first
     readmit: tuple[str, ...] = ()  # that we excluded earlier, and do no more
-    switches: dict[str, str] = {}  # what Slurm has above each node, as far as it is known: `core.topology`
+    switches: dict[str, str] = {}  # what Slurm has above each node, as far as it is known: `core.placement`
     releasing: bool = False  # some that were left are still in the allocation, and can be given back
     growth: Growth = Growth()
 

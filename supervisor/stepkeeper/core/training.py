@@ -8,7 +8,7 @@ from stepkeeper.core import baseline, scale_up, storage
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.anomalies import watch_loss
+from stepkeeper.core.anomalies import at_commit, watch_loss, watch_pace
 from stepkeeper.core.baseline import saved, step_taken
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.exits import ExitCode
@@ -27,7 +27,6 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import STOP_SIGNALS, Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.silence import alive, printed, save_seconds, step_seconds
-from stepkeeper.core.slow_nodes import at_commit, watch_pace
 from stepkeeper.core.state import NO_SIGNAL, Announced, Blame, Next, Phase, Plan, State, Timer
 
 EXIT_FINISHED = 0

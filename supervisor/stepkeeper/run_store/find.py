@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -13,10 +14,11 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.run_store import lines, run_registry, submission
+from stepkeeper.run_store import lines, submission
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lease
+from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.lineage import LINEAGE_NAME
 from stepkeeper_trainer.formats.manifest import parse_step_name, step_name
 from stepkeeper_trainer.formats.plain import open_plain, trusts
@@ -126,7 +128,7 @@ def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     Raises:
         OSError: `runs/` cannot be read.
     """
-    found = {resolved(path) for path in (*_runs_below(), *run_registry.runs(environment)) if _is_run(path)}
+    found = {resolved(path) for path in (*_runs_below(), *registered(environment)) if _is_run(path)}
     return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
 
 
@@ -234,7 +236,7 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     below = _runs_below()
     named = environment.get("STEPKEEPER_RUN_DIR", "")
     meant = _expanded(named, job)
-    candidates = [*meant, *below, *run_registry.runs(environment)]
+    candidates = [*meant, *below, *registered(environment)]
     saying = [run for run in candidates if job in _jobs(run)]
     if not saying and job.isdigit():
         saying = [run for run in candidates if worked_on(run, int(job))]
@@ -298,3 +300,62 @@ def _jobs(run: Path) -> set[str]:
     if submitted is not None:
         jobs.add(submitted.job)
     return jobs
+
+
+# Where this user's runs are, so that a job id finds its run from anywhere: one small file a run, below the home.
+#
+# A help for people, and nothing depends on it: a home that cannot be written costs the help, never a run.
+
+REGISTERED_MAX = 200
+PATH_BYTES_MAX = 4096
+
+
+def registry(environment: Mapping[str, str]) -> Path | None:
+    """Return the directory of these files; None where this user has no home."""
+    state = environment.get("XDG_STATE_HOME", "")
+    home = environment.get("HOME", "")
+    if os.path.isabs(state):
+        return Path(state, "stepkeeper", "runs")
+    return Path(home, ".local", "state", "stepkeeper", "runs") if os.path.isabs(home) else None
+
+
+def remember(run: Path, environment: Mapping[str, str]) -> None:
+    """Note a run directory, and forget those that are gone or too many.
+
+    Raises:
+        OSError: the home cannot be written.
+    """
+    directory = registry(environment)
+    if directory is None:
+        return
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(os.fsencode(run)).hexdigest()[:16]
+    write_atomically(directory / name, os.fsencode(run))
+    for file in _newest_first(directory)[REGISTERED_MAX:]:
+        file.unlink(missing_ok=True)
+
+
+def registered(environment: Mapping[str, str]) -> list[Path]:
+    """Return the run directories that are still there, the newest first."""
+    directory = registry(environment)
+    if directory is None:
+        return []
+    try:
+        files = _newest_first(directory)
+    except OSError:
+        return []  # nothing was ever noted, or the home is away
+    found = []
+    for file in files[:REGISTERED_MAX]:
+        try:
+            path = Path(os.fsdecode(file.read_bytes()[:PATH_BYTES_MAX]))
+            if path.is_absolute() and path.is_dir():
+                found.append(path)
+        except (OSError, ValueError):
+            continue  # removed meanwhile, or not a path
+    return found
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    with os.scandir(directory) as entries:
+        files = [(entry.stat().st_mtime, entry.path) for entry in entries if not entry.name.startswith(".")]
+    return [Path(path) for _, path in sorted(files, reverse=True)]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from stepkeeper import __version__
 from stepkeeper.core.liveness import SUSPECT_AFTER_S, Life, Peer
-from stepkeeper.core.topology import above
 from stepkeeper.loop_tools import Stalls
 from stepkeeper.slurm.launch import node_name
 from stepkeeper.watcher import messages as bus
@@ -104,7 +103,7 @@ class Watcher:
         self.selector.register(self.stacks, selectors.EVENT_READ, self._on_stacks)
         self.selector.register(self.failover, selectors.EVENT_READ, self._on_failover)
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
-        switches = above(os.environ.get("SLURM_TOPOLOGY_ADDR", ""), self.node)[:SWITCHES_CHARACTERS_MAX]
+        switches = bus.switches_above(os.environ.get("SLURM_TOPOLOGY_ADDR", ""), self.node)[:SWITCHES_CHARACTERS_MAX]
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True, switches=switches))
         self.senses.start()
         stalls = Stalls(time.monotonic())

@@ -126,7 +126,7 @@ class Ready(_Line, frozen=True, kw_only=True, tag="ready"):
     pid: int
     version: str
     reads: bool = False  # it knows `Read`: a version that did not never says so
-    switches: str = ""  # above the node, as Slurm tells: `core.topology`
+    switches: str = ""  # above the node, the highest first: `switches_above`
 
 
 class Alive(_Line, frozen=True, kw_only=True, tag="alive"):
@@ -370,3 +370,14 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 def read(environment: Mapping[str, str]) -> Assignment:
     """Parse what `environment` made.  Raises KeyError, msgspec.MsgspecError."""
     return msgspec.json.decode(environment[VARIABLE], type=Assignment)
+
+
+def switches_above(address: str, node: str) -> str:
+    """Return the switches or blocks of SLURM_TOPOLOGY_ADDR; empty where Slurm knows none, or of another node.
+
+    >>> switches_above("core.leaf3.n7", "n7"), switches_above("block2.n7", "n7")
+    ('core.leaf3', 'block2')
+    >>> switches_above("n7", "n7"), switches_above("core.leaf3.n8", "n7")
+    ('', '')
+    """
+    return address.removesuffix(f".{node}") if address.endswith(f".{node}") else ""

@@ -6,6 +6,7 @@ as its command says: no checkpoint of anybody's ends the supervisor.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -23,10 +24,12 @@ from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
-from stepkeeper.run_store import lease, worlds
+from stepkeeper.run_store import lease
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper_trainer.formats.durable import append_line
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
+from stepkeeper_trainer.formats.plain import open_descriptor
 
 LOOK_EVERY_S = 0.25
 END_WITHIN_S = 30.0
@@ -156,8 +159,8 @@ class ForeignCheckpoints:
     def note_launch(self, attempt: int, launch: int, ranks: int | None) -> None:
         """Note how many ranks a launch has that begins: most frameworks do not write that into a checkpoint."""
         try:
-            world = worlds.World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks)
-            worlds.note(self._run_directory, world)
+            world = World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks)
+            note_world(self._run_directory, world)
         except OSError as error:
             self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
 
@@ -299,7 +302,7 @@ class ForeignCheckpoints:
 
     def _launched(self) -> tuple[Launched, ...]:
         try:
-            return tuple(Launched(at=each.at, ranks=each.ranks) for each in worlds.read(self._run_directory))
+            return tuple(Launched(at=each.at, ranks=each.ranks) for each in read_worlds(self._run_directory))
         except OSError as error:
             self._log.warning("worlds_not_read", error=f"{error.filename}: {error.strerror}")
             return ()
@@ -342,3 +345,49 @@ class ForeignCheckpoints:
             return msgspec.json.decode(out, type=Answer)
         except msgspec.MsgspecError as error:
             raise ForeignError(f"its answer cannot be read: {error}") from error
+
+
+# `worlds.jsonl` of the run directory: how many ranks each launch has, for checkpoints that do not say it.
+#
+# Only launches of a script with another framework are noted: our own manifests say how many ranks saved them.
+
+WORLDS_NAME = "worlds.jsonl"
+WORLDS_BYTES_MAX = 256 * 1024  # that are read: some thousand launches, the newest
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of a launch; what was written since it began, and before the next one, is by them."""
+
+    at: float  # Unix seconds
+    attempt: int
+    launch: int
+    ranks: int | None  # None: CMD chooses their number
+
+
+def note_world(run: Path, world: World) -> None:
+    """Note a launch that begins.  Raises OSError."""
+    append_line(run / WORLDS_NAME, msgspec.json.encode(world))
+
+
+def read_worlds(run: Path) -> tuple[World, ...]:
+    """Return the newest launches, the oldest of them first; lines that do not parse are passed over.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        descriptor = open_descriptor(run / WORLDS_NAME, within=run)
+    except FileNotFoundError:
+        return ()
+    try:
+        size = os.fstat(descriptor).st_size
+        data = os.pread(descriptor, WORLDS_BYTES_MAX, max(0, size - WORLDS_BYTES_MAX))
+    finally:
+        os.close(descriptor)
+    found = []
+    for line in data.split(b"\n"):
+        try:
+            found.append(msgspec.json.decode(line, type=World))
+        except msgspec.MsgspecError:
+            continue  # torn, or the beginning of it was not read
+    return tuple(sorted(found, key=lambda world: world.at))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.core.phases import places
+from stepkeeper.core.placement import close_nodes, common, places, replacements
 from stepkeeper.core.state import Identity, Launch, Nodes, State
-from stepkeeper.core.topology import above, close_nodes, common, replacements
+from stepkeeper.watcher.messages import switches_above
 
 
 def switches(text: str) -> dict[str, str]:
@@ -106,4 +106,4 @@ def test_where_spares_are_too_few_the_closest_pair_comes_first() -> None:
     ],
 )
 def test_an_address_of_slurm(address: str, node: str, found: str) -> None:
-    assert above(address, node) == found
+    assert switches_above(address, node) == found

@@ -186,6 +186,20 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_a_notice_in_the_evaluation_behind_the_last_step_has_that_step_saved(
+    name: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Trainer saves behind the evaluation, and the notice may be over by then."""
+    losses, out = tmp_path / "losses", tmp_path / "out"
+    more = ["--steps", "10", "--every", "10", "--variant", "dying"]
+    with Watcher(tmp_path.name, lambda _: Path(f"{losses}.evaluating").exists()) as watcher:
+        codes = play(name).play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
+
+    assert codes == [3, 3], logs(losses)
+    assert latest(out, capsys)["chosen"]["step"] == 10, logs(losses)
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, play, tmp_path: Path) -> None:
     framework = play(name)
     losses = tmp_path / "losses"

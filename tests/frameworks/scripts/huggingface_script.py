@@ -1,5 +1,6 @@
 """A script with the Trainer of Hugging Face."""
 
+import os
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class Slow(Data):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         Path(f"{options.losses}.evaluating").touch()
+        if options.variant == "dying" and index == len(self) - 1:
+            os._exit(3)  # as the end of a notice would end it
         time.sleep(0.02)
         return super().__getitem__(index)
 
@@ -49,6 +52,7 @@ class Told(Trainer):
 
 options = shared.options()
 shared.seed()
+evaluating = options.variant in ("evaluating", "dying")
 trainer = Told(
     model=Model(),
     args=TrainingArguments(
@@ -63,11 +67,11 @@ trainer = Told(
         disable_tqdm=True,
         seed=7,
         learning_rate=0.01,
-        eval_strategy="steps" if options.variant == "evaluating" else "no",
+        eval_strategy="steps" if evaluating else "no",
         eval_steps=options.every,
     ),
     train_dataset=Data(),
-    eval_dataset=Slow() if options.variant == "evaluating" else None,
+    eval_dataset=Slow() if evaluating else None,
 )
 trainer.train(resume_from_checkpoint=options.resume or None)
 if options.variant == "failing":  # in what a script does behind its training

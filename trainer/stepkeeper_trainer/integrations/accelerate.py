@@ -219,7 +219,7 @@ def _boundary(loader: Any, *, evaluating: bool) -> None:
     _look_for_further_files()
     if not _loop.pending or not _loop.between_steps:
         even = getattr(getattr(loader, "batch_sampler", None), "even_batches", True)
-        attachment.evaluates(lambda: _save(attachment), alike=evaluating and not _loop.pending and even)
+        attachment.evaluates(lambda: _save(attachment), alike=evaluating and not _loop.pending and even, last=False)
         return
     _loop.pass_boundary()
     if attachment.step_done(_loop.number) is not Asked.NOTHING:

@@ -65,8 +65,16 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_chosen(self: Any, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
-        tag = chosen.guarded(lambda: _chosen(self, load_dir), None) if tag is None else tag
-        return load(self, load_dir, tag, *arguments, **named)
+        given = tag is not None
+        tag = tag if given else chosen.guarded(lambda: _chosen(self, load_dir), None)
+        if given or tag is None or self.load_universal_checkpoint() or not _is_universal(load_dir, tag):
+            return load(self, load_dir, tag, *arguments, **named)
+        config = self._config  # this one load is of a conversion, which the supervisor made for this number of ranks
+        config.load_universal_checkpoint = True
+        try:
+            return load(self, load_dir, tag, *arguments, **named)
+        finally:
+            config.load_universal_checkpoint = False
 
     engine_class.forward, engine_class.step = forward_behind_boundary, attach_and_step
     engine_class.save_checkpoint, engine_class.load_checkpoint = save_and_tell, load_chosen
@@ -75,14 +83,19 @@ def install(module: ModuleType) -> None:
 def _chosen(engine: Any, load_dir: Any) -> str | None:
     """Return the tag to load where the script names none: `latest` may name one that is torn.
 
-    What the script has itself saved since is newer.  `latest_universal` is of checkpoints of another kind.
+    What the script has itself saved since is newer.  A script that loads Universal Checkpoints loads no others.
     """
     path = chosen.checkpoint(NAME)
     saved = any(known.saved_step is not None for known in _engines.values())
-    universal = bool(engine.load_universal_checkpoint())
-    if saved or not chosen.is_in(path, load_dir) or universal != os.path.isdir(os.path.join(path, "zero")):
+    if saved or not chosen.is_in(path, load_dir):
+        return None
+    if engine.load_universal_checkpoint() and not _is_universal(load_dir, os.path.basename(path)):
         return None
     return os.path.basename(chosen.use(NAME, path))
+
+
+def _is_universal(load_dir: Any, tag: Any) -> bool:
+    return os.path.isdir(os.path.join(load_dir, str(tag), "zero"))
 
 
 def _boundary(engine: Any) -> None:

@@ -96,7 +96,8 @@ class Job(Training):
     step_s: float = 0.15
     evaluates_at: int = EVALUATES_AT
     attach: str = "auto"
-    resubmitted: int = 0
+    arguments: tuple[str, ...] = ()  # further ones of the script
+    submitter: Callable[[Job], int] | None = None  # in place of the batch script, where it is alone
 
     @property
     def out(self) -> Path:
@@ -113,10 +114,13 @@ class Job(Training):
         self.work.mkdir(exist_ok=True)
         script = self.work / self.kind.name
         shutil.copyfile(SCRIPTS / self.kind.name, script)
-        self.command = tuple(
-            self.kind.command(
-                python, script, self.out, steps=self.length, step_s=self.step_s, evaluates_at=self.evaluates_at
+        self.command = (
+            tuple(
+                self.kind.command(
+                    python, script, self.out, steps=self.length, step_s=self.step_s, evaluates_at=self.evaluates_at
+                )
             )
+            + self.arguments
         )
         self.env = {
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -132,6 +136,9 @@ class Job(Training):
     def submit_alone(self) -> None:
         """`sbatch` a script with one srun line; environment variables as torchrun sets them."""
         assert self.command is not None
+        if self.submitter is not None:
+            self.job_id = self.submitter(self)
+            return
         ranks = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"'
         port = "export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + SLURM_RESTART_COUNT) % 9000))"
         line = shlex.join(["srun", "--kill-on-bad-exit=1", "bash", "-c", ranks, "train", *self.command])
@@ -254,6 +261,18 @@ def killed_in_a_save(job: Job, step: int = 3 * SAVES_EVERY) -> None:
     job.until_step(step - 2)
     pid, path = job.rank_pid(0), job.checkpoint(step)
     quickly(path.exists, f"{path}\n{job.story()}")
+    os.kill(pid, signal.SIGKILL)
+
+
+def killed_before_its_random_state(job: Job, step: int = 3 * SAVES_EVERY) -> None:
+    """Hugging Face: rank 1 stands still behind a step that rank 0 saves, and is killed once rank 0 is through."""
+    job.until_step(step - 2)
+    pid, told = job.rank_pid(1), job.out / "told-1"
+    quickly(lambda: f"\n{step} " in told.read_text(), f"step {step} of rank 1\n{job.story()}")
+    os.kill(pid, signal.SIGSTOP)
+    done = job.checkpoint(step) / "trainer_state.json"
+    quickly(done.exists, f"{done}\n{job.story()}")
+    time.sleep(1.0)  # it removes older ones behind that
     os.kill(pid, signal.SIGKILL)
 
 

@@ -23,11 +23,11 @@ class Slow(Data):
     """An evaluation that takes its time; a file shows that it has begun."""
 
     def __len__(self) -> int:
-        return 64
+        return 256 if options.variant == "dying" else 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         Path(f"{options.losses}.evaluating").touch()
-        if options.variant == "dying" and index == len(self) - 1:
+        if options.variant == "dying" and index >= len(self) - 16:
             os._exit(3)  # as the end of a notice would end it
         time.sleep(0.02)
         return super().__getitem__(index)

@@ -185,6 +185,35 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
         assert playing.losses(again, rank) == expected, f"rank {rank} after {stopped.step}"
 
 
+@pytest.mark.parametrize(("name", "variant"), [("deepspeed", "2"), ("accelerate", ""), ("accelerate", "accumulating")])
+def test_a_notice_between_a_resume_and_the_next_save_of_the_script_is_answered(
+    name: str, variant: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launch before has learned where the script saves."""
+    framework = play(name)
+    more = ["--steps", str(STEPS), "--every", str(STEPS // 2), "--variant", variant]
+    whole, losses, again, last = (tmp_path / each for each in ("whole", "losses", "again", "last"))
+    assert framework.play(tmp_path / "whole-out", whole, arguments=more) == [0, 0], logs(whole)
+    out, run, stopped = tmp_path / "out", tmp_path / "run", 0
+    for path, notice_at in ((losses, CASES[name].notice_at), (again, CASES[name].notice_at + 5)):
+        resume = latest(out, capsys)["chosen"]["directory"] if stopped else ""
+        with Watcher(f"{tmp_path.name}-{path.name}", at_step(notice_at)) as watcher:
+            codes = framework.play(out, path, resume=resume, arguments=more, further=watcher.environment(run))
+            time.sleep(0.1)
+        assert codes == [75, 75], logs(path)
+        [committed] = [each for each in watcher.of(words.Committed) if each.emergency]
+        assert committed.step > stopped, "nothing new was saved"
+        stopped = committed.step
+        assert stopped % (STEPS // 2), "it was the script's own save"
+
+    resume = latest(out, capsys)["chosen"]["directory"]
+    assert framework.play(out, last, resume=resume, arguments=more) == [0, 0], logs(last)
+
+    for rank in range(2):
+        expected = {step: loss for step, loss in playing.losses(whole, rank).items() if step > stopped}
+        assert playing.losses(last, rank) == expected, f"rank {rank} after {stopped}"
+
+
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_a_notice_in_the_evaluation_behind_the_last_step_has_that_step_saved(
     name: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]

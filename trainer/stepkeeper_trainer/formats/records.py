@@ -148,6 +148,52 @@ def write_trained(run_directory: Path, trained: Trained) -> None:
     write_atomically(run_directory / TRAINED_NAME, msgspec.json.encode(trained), mode=0o644)
 
 
+OWN_SAVES_FORMAT = 1
+OWN_SAVES_NAME = "own-saves.json"
+
+
+class OwnSaves(msgspec.Struct, frozen=True, kw_only=True):
+    """How a loop of another framework calls its saves, as its first one in a launch has shown it."""
+
+    format: int = OWN_SAVES_FORMAT
+    framework: str
+    directory: str
+    prefix: str = ""  # of a checkpoint's name, before the number of its step
+    suffix: str = ""
+    digits: int = 0  # of the number, with zeros before it
+    named: bool = True  # the script names them; else the framework does
+    counts_backwards: bool = False  # the number counts backward passes, not optimizer steps
+    options: dict[str, bool | int | float | str | None] = {}  # further ones of the call
+
+
+class OwnSavesError(msgspec.MsgspecError, ValueError):
+    """The file does not parse, or a newer Stepkeeper wrote it."""
+
+
+_own_saves_decoder = msgspec.json.Decoder(OwnSaves)
+
+
+def read_own_saves(run_directory: Path) -> OwnSaves | None:
+    """Return how the script's own loop saves; None where no launch has learned it.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+        OwnSavesError: it is none of these, or one of a newer format.
+    """
+    return read_record(
+        run_directory / OWN_SAVES_NAME,
+        _own_saves_decoder,
+        newest=OWN_SAVES_FORMAT,
+        error=OwnSavesError,
+        otherwise="not how a script saves",
+    )
+
+
+def write_own_saves(run_directory: Path, saves: OwnSaves) -> None:
+    """Record durably how the script's own loop saves.  Raises OSError."""
+    write_atomically(run_directory / OWN_SAVES_NAME, msgspec.json.encode(saves), mode=0o644)
+
+
 KEEPING_FORMAT = 1
 KEEPING_NAME = "keeping.json"
 PLACES_MAX = 16  # the oldest are forgotten

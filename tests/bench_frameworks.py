@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.frameworks import environments
 from tests.lab import Lab, LabOptions
 from tests.lab.jobs import ENDED
+from tests.ports import reserve
 from tests.stories import framework_jobs as jobs
 from tests.stories.framework_jobs import Job, Script
 from tests.stories.test_campaign import release_urgent_jobs
@@ -49,9 +50,9 @@ class Fault:
     arguments: tuple[str, ...] = ()
 
 
+# what tells most comes first: a bench that is ended has measured that
 FAULTS = (
-    *(Fault(name, act) for name, act in jobs.ACTS.items()),
-    Fault(LIMIT, None),
+    Fault("killed in a save", jobs.killed_in_a_save),
     Fault("rank 1 killed before its part is saved", jobs.killed_before_the_last_rank_has_saved, (jobs.DEEPSPEED,)),
     Fault(
         "rank 1 killed before its RNG state is saved, `--save_total_limit 1`",
@@ -59,6 +60,10 @@ FAULTS = (
         (jobs.HUGGINGFACE,),
         ("--save_total_limit", "1"),
     ),
+    Fault("preempted in training", jobs.preempted_in_training),
+    Fault(LIMIT, None),
+    Fault("preempted in an evaluation", jobs.preempted_in_evaluation),
+    Fault("preempted in warm-up", jobs.preempted_in_warm_up),
 )
 
 
@@ -133,10 +138,10 @@ class Bench:
         assert job.command is not None
         launch = jobs.SCRIPTS / "submitit_job.py"
         minutes = "1" if "--time=1" in job.sbatch_args else "60"
-        done = self.lab.run(
-            python, launch, job.work / f"submitit-{job.name}", str(SIGNAL_BEFORE_S), job.name, minutes, *job.command,
-            env={**job.env, "PYTHONPATH": self.packages}, cwd=job.work,
-        )  # fmt: skip
+        folder = job.work / f"submitit-{job.name}"
+        words = [folder, str(SIGNAL_BEFORE_S), job.name, minutes, str(reserve()), *job.command]
+        environment = {**job.env, "PYTHONPATH": self.packages}
+        done = self.lab.run(python, launch, *words, env=environment, cwd=job.work)
         return int(done.stdout.split()[-1])
 
     def follow(self, job: Job, way: str, outcome: Outcome) -> None:

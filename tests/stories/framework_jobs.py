@@ -17,6 +17,7 @@ from stepkeeper.core import events as on
 from tests.frameworks import environments
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
+from tests.ports import reserve
 from tests.stories import acts
 from tests.training import Training
 
@@ -140,10 +141,10 @@ class Job(Training):
             self.job_id = self.submitter(self)
             return
         ranks = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"'
-        port = "export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + SLURM_RESTART_COUNT) % 9000))"
+        port = f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={reserve()}"
         line = shlex.join(["srun", "--kill-on-bad-exit=1", "bash", "-c", ranks, "train", *self.command])
         self.job_id = self.lab.submit(
-            f"#!/bin/bash\nSLURM_RESTART_COUNT=${{SLURM_RESTART_COUNT:-0}}\n{port}\n{line}\n",
+            f"#!/bin/bash\n{port}\n{line}\n",
             sbatch_args=[
                 "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", "--mem=2000", "--cpus-per-task=1", "--requeue",
                 "--open-mode=append", f"--output={self.log}", f"--job-name={self.name}", *self.sbatch_args,
@@ -252,7 +253,8 @@ def preempted_in_training(job: Job) -> None:
 
 
 def preempted_in_evaluation(job: Job) -> None:
-    job.until(lambda: job.segments()[-1].rows[-1:] == [f"evaluating {EVALUATES_AT}"], "the evaluation", ACT_S)
+    evaluating = [f"evaluating {EVALUATES_AT}"]
+    job.until(lambda: [each.rows[-1:] for each in job.segments()[-1:]] == [evaluating], "the evaluation", ACT_S)
     acts.preempt(job)
 
 
@@ -292,14 +294,6 @@ def quickly(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < limit, f"waited {ACT_S:g} s for {what}"
         time.sleep(_LOOK_S)
-
-
-ACTS: dict[str, Callable[[Job], None]] = {
-    "preempted in warm-up": preempted_in_warm_up,
-    "preempted in training": preempted_in_training,
-    "preempted in evaluation": preempted_in_evaluation,
-    "killed in a save": killed_in_a_save,
-}
 
 
 @contextlib.contextmanager

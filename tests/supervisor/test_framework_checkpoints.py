@@ -407,7 +407,8 @@ def test_a_zero_checkpoint_is_converted_for_another_number_of_ranks_where_they_a
         converted = case.foreign.convert(event.directory, 1, lambda: False)
         again = case.foreign.convert(event.directory, 3, lambda: False)
     assert converted == again == f"{path}_universal"
-    assert [each["event"] for each in said] == ["checkpoint_converted", "checkpoint_was_converted"]
+    assert [each["event"] for each in said] == ["checkpoint_converted"] * 2
+    assert [each["made"] for each in said] == ["now", "by an earlier launch"]
     assert (said[0]["saved_by"], said[0]["ranks"], said[0]["resumes_from"]) == (2, 1, converted)
     assert sorted(each.name for each in case.root.iterdir()) == ["global_step10", "global_step10_universal", "latest"]
     assert case.foreign.arguments(converted) == ()

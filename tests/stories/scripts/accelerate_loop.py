@@ -57,8 +57,9 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-train_dataloader = DataLoader(Data(512), batch_size=8)
-eval_dataloader = DataLoader(Data(800), batch_size=8)
+# with generators of their own: an iterator would draw from the RNG of the dropout, and a resume makes one more
+train_dataloader = DataLoader(Data(512), batch_size=8, generator=torch.Generator())
+eval_dataloader = DataLoader(Data(800), batch_size=8, generator=torch.Generator())
 model, optimizer, scheduler, train_dataloader, eval_dataloader = accelerator.prepare(
     model, optimizer, scheduler, train_dataloader, eval_dataloader
 )

@@ -1,4 +1,7 @@
-"""A script below submitit, as its documentation has it: DIRECTORY SECONDS COMMAND...; prints the job's number."""
+"""A script below submitit, as its documentation has it; prints the job's number.
+
+DIRECTORY SECONDS NAME MINUTES PORT COMMAND...
+"""
 
 import os
 import subprocess
@@ -8,14 +11,13 @@ import submitit
 
 
 class Train:
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
+    def __init__(self, port: str, command: list[str]) -> None:
+        self.port, self.command = port, command
 
     def __call__(self) -> int:
         place = submitit.JobEnvironment()
-        port = 20000 + int(os.environ["SLURM_JOB_ID"]) * 97 % 9000 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         ranks = {"RANK": place.global_rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.num_tasks}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         environment = {name: str(value) for name, value in (ranks | meeting).items()}
         return subprocess.run(self.command, check=True, env={**os.environ, **environment}).returncode
 
@@ -23,7 +25,7 @@ class Train:
         return submitit.helpers.DelayedSubmission(self)  # the script finds its last checkpoint
 
 
-directory, seconds, name, minutes, *command = sys.argv[1:]
+directory, seconds, name, minutes, port, *command = sys.argv[1:]
 executor = submitit.SlurmExecutor(folder=directory, python=sys.executable)
 executor.update_parameters(
     job_name=name,
@@ -35,4 +37,4 @@ executor.update_parameters(
     time=int(minutes),
     signal_delay_s=int(seconds),
 )
-print(executor.submit(Train(command)).job_id)
+print(executor.submit(Train(port, command)).job_id)

@@ -199,11 +199,12 @@ class ForeignCheckpoints:
             raise ForeignError(why) from error
         made = msgspec.json.decode(data, type=converting.Converted)
         self._log.info(
-            "checkpoint_converted" if made.made else "checkpoint_was_converted",
+            "checkpoint_converted",
             checkpoint=newest.directory,
             saved_by=newest.ranks,
             ranks=ranks,
             resumes_from=made.directory,
+            made="now" if made.made else "by an earlier launch",
             seconds=round(time.monotonic() - began, 1),
         )
         with self._lock:

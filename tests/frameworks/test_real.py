@@ -25,10 +25,18 @@ class Case:
     """One framework, and where its save of step 4 dies."""
 
     def __init__(
-        self, name: str, environment: str, script: str, imports: list[str], kills: list[Kill], *, arguments: str = ""
+        self,
+        name: str,
+        environment: str,
+        script: str,
+        imports: list[str],
+        kills: list[Kill],
+        *,
+        arguments: str = "",
+        beside: str = "",
     ) -> None:
         self.name, self.environment, self.script, self.imports, self.kills = name, environment, script, imports, kills
-        self.arguments = arguments.split()
+        self.arguments, self.beside = arguments.split(), beside  # an environment whose packages it has, too
 
 
 MP = "mp_rank_00_model_states.pt"
@@ -38,12 +46,26 @@ CASES = [
         Kill(0, "fsync", "step_4/__0_0.distcp"),
         Kill(0, "rename", "step_4/.metadata.tmp"),
     ]),
+    Case("dcp-fsdp1", "", "dcp_script.py", ["torch.distributed.checkpoint", "torch.distributed.fsdp"], [
+        Kill(1, "write", "step_4/__1_0.distcp"),
+        Kill(0, "rename", "step_4/.metadata.tmp"),
+    ], arguments="--variant fsdp1"),
+    Case("dcp-async", "", "dcp_script.py", ["torch.distributed.checkpoint", "torch.distributed.fsdp"], [
+        Kill(1, "write", "step_4/__1_0.distcp"),
+        Kill(0, "rename", "step_4/.metadata.tmp"),
+    ], arguments="--variant async"),
     Case("huggingface", "huggingface", "huggingface_script.py", ["transformers", "accelerate"], [
+        Kill(0, "write", "checkpoint-4/model.safetensors"),
         Kill(0, "write", "checkpoint-4/optimizer.pt"),
         Kill(1, "open", "checkpoint-4/rng_state_1.pth"),
         Kill(0, "write", "checkpoint-4/trainer_state.json"),
     ]),
+    Case("huggingface-deepspeed", "deepspeed", "huggingface_script.py", ["deepspeed", "transformers", "accelerate"], [
+        Kill(1, "open", "checkpoint-4/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        Kill(0, "write", "checkpoint-4/trainer_state.json"),
+    ], arguments="--variant deepspeed", beside="huggingface"),
     Case("accelerate", "huggingface", "accelerate_script.py", ["accelerate"], [
+        Kill(0, "write", "checkpoint_4/model.safetensors"),
         Kill(0, "write", "checkpoint_4/optimizer.bin"),
         Kill(0, "open", "checkpoint_4/scheduler.bin"),
         Kill(1, "write", "checkpoint_4/random_states_1.pkl"),
@@ -64,6 +86,9 @@ CASES = [
     Case("deepspeed-0", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
     ], arguments="--variant 0"),
+    Case("deepspeed-1", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
+        Kill(1, "write", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ], arguments="--variant 1"),
     Case("deepspeed-2", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
         Kill(1, "open", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -125,7 +150,15 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
                     python, why = environments.python(case.environment)
                 if python is None:
                     pytest.skip(why)
-                framework = stack.enter_context(playing.warm(python, case.script, case.imports, case.arguments))
+                further = {}
+                if case.beside:
+                    other, why = environments.python(case.beside)
+                    if other is None:
+                        pytest.skip(why)
+                    (packages,) = other.parent.parent.glob("lib/python3*/site-packages")
+                    further = {"PYTHONPATH": f"{playing.SCRIPTS}:{packages}"}
+                warm = playing.warm(python, case.script, case.imports, case.arguments, further=further)
+                framework = stack.enter_context(warm)
                 found[case.name] = Played(case, framework, tmp_path_factory.mktemp(case.name))
             return found[case.name]
 

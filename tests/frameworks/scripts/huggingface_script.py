@@ -51,6 +51,17 @@ class Told(Trainer):
 
 
 options = shared.options()
+within = None
+if options.variant == "deepspeed":
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile that for minutes
+    within = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
 shared.seed()
 evaluating = options.variant in ("evaluating", "dying")
 trainer = Told(
@@ -67,6 +78,7 @@ trainer = Told(
         disable_tqdm=True,
         seed=7,
         learning_rate=0.01,
+        deepspeed=within,
         eval_strategy="steps" if evaluating else "no",
         eval_steps=options.every,
     ),

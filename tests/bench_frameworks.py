@@ -189,10 +189,11 @@ def main() -> None:
     parser.add_argument("--scripts", default=",".join(each.framework for each in jobs.ALL))
     parser.add_argument("--ways", default="")
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--found", type=Path, help="outcomes of calls before, which this one adds to")
+    parser.add_argument("--found", type=Path, help="of calls before, which this one adds to")
     chosen = parser.parse_args()
     scripts = [each for each in jobs.ALL if each.framework in chosen.scripts.split(",")]
-    outcomes = [Outcome(**each) for each in json.loads(chosen.found.read_text())] if _there(chosen.found) else []
+    found = json.loads(chosen.found.read_text()) if chosen.found and chosen.found.exists() else {}
+    outcomes = [Outcome(**each) for each in found.get("outcomes", ())]
     cells = [
         (script, fault, way)
         for script in scripts
@@ -204,9 +205,12 @@ def main() -> None:
     ]
     with Lab(OPTIONS) as lab:
         bench = Bench(lab)
+        whole = found.get("whole", {})
+        bench.expected = {name: {int(step): loss for step, loss in losses.items()} for name, losses in whole.items()}
         bench.packages = install(environments.cache() / SUBMITIT.replace("==", "-"))
         for script in dict.fromkeys(script for script, _, _ in cells):
-            bench.expected[script.framework] = jobs.whole(lab, script)
+            if script.framework not in bench.expected:
+                bench.expected[script.framework] = jobs.whole(lab, script)
 
         def one(cell: tuple[Script, Fault, str]) -> None:
             script, fault, way = cell
@@ -222,15 +226,12 @@ def main() -> None:
                 flush=True,
             )
             if chosen.found:
-                chosen.found.write_text(json.dumps([asdict(each) for each in outcomes]))
+                kept = {"outcomes": [asdict(each) for each in outcomes], "whole": bench.expected}
+                chosen.found.write_text(json.dumps(kept))
             chosen.page.write_text(page(outcomes))
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(one, cells))
-
-
-def _there(path: Path | None) -> bool:
-    return path is not None and path.exists()
 
 
 def filled(template: str) -> str:

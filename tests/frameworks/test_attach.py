@@ -185,6 +185,40 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
         assert playing.losses(again, rank) == expected, f"rank {rank} after {stopped.step}"
 
 
+def with_torn_ones(out: Path) -> list[str]:
+    """Make what a run that got further has left of two saves; return the arguments of one that keeps two."""
+    for step in (10, 12):
+        (out / f"checkpoint/step-{step}").mkdir(parents=True)
+        (out / f"checkpoint/step-{step}/__0_0.distcp").write_bytes(b"half")
+    return ["--steps", "5", "--every", "2", "--variant", "keeping"]
+
+
+def test_torchtitan_alone_removes_its_only_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts torn directories, and removes what it has just saved: the next start begins anew."""
+    python, why = environments.python("torchtitan")
+    if python is None:
+        pytest.skip(why)
+    out, case = tmp_path / "out", CASES["torchtitan"]
+    more = with_torn_ones(out)
+    with playing.warm(python, case.script, case.imports, []) as framework:
+        assert framework.play(out, tmp_path / "losses", arguments=more) == [0, 0], logs(tmp_path / "losses")
+    assert latest(out, capsys)["chosen"] is None, "it keeps whole ones by itself: there is nothing left to guard"
+
+
+def test_torchtitans_retention_waits_where_it_would_keep_torn_ones_alone(
+    play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    more = with_torn_ones(out)
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        codes = play("torchtitan").play(out, tmp_path / "losses", arguments=more, further=further)
+
+    assert codes == [0, 0], logs(tmp_path / "losses")
+    assert latest(out, capsys)["chosen"]["step"] in (4, 5)
+    assert "retention_waits" in logs(tmp_path / "losses")
+
+
 @pytest.mark.parametrize(("name", "variant"), [("deepspeed", "2"), ("accelerate", ""), ("accelerate", "accumulating")])
 def test_a_notice_between_a_resume_and_the_next_save_of_the_script_is_answered(
     name: str, variant: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -43,6 +43,7 @@ class Script:
     samples: int = 1  # by which that is divided
     arguments: tuple[str, ...] = ()
     checkpoint: str = "{step}"  # the name of a step's checkpoint
+    saves_in_evaluation: bool = True  # at a notice; else behind it
 
     def command(
         self, python: Path, script: Path, out: Path, *, steps: int, step_s: float, evaluates_at: int
@@ -71,7 +72,7 @@ ACCELERATE = Script(
 )  # fmt: skip
 DEEPSPEED = Script(
     "deepspeed", "deepspeed", "deepspeed_loop.py", "--save_dir", "--train_iters", "--save_interval", "--eval_interval",
-    "--step_seconds", checkpoint="global_step{step}",
+    "--step_seconds", checkpoint="global_step{step}", saves_in_evaluation=False,
 )  # fmt: skip
 ALL = (HUGGINGFACE, LIGHTNING, ACCELERATE, DEEPSPEED)
 
@@ -212,7 +213,9 @@ class Job(Training):
         return self.starts() >= count
 
     def until_step(self, step: int) -> None:
-        self.until(lambda: any(step in each.steps for each in self.segments()[-1:]), f"step {step}", ACT_S)
+        self.until(
+            lambda: max([0, *(s for each in self.segments()[-1:] for s in each.steps)]) >= step, f"step {step}", ACT_S
+        )
 
     def rank_pid(self, rank: int) -> int:
         """Return the process of a rank."""

@@ -70,7 +70,7 @@ while engine.global_steps < args.train_iters:
         tell(f"evaluating {engine.global_steps}")
         engine.eval()
         with torch.no_grad():
-            for number in range(60):
+            for number in range(24):
                 time.sleep(args.step_seconds)
                 engine(batch(10_000 + number)[0])
         engine.train()

@@ -230,8 +230,11 @@ def main() -> None:
                 chosen.found.write_text(json.dumps(kept))
             chosen.page.write_text(page(outcomes))
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
             list(pool.map(one, cells))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def filled(template: str) -> str:

@@ -55,7 +55,6 @@ CASES = [
         Kill(0, "rename", "step_4/.metadata.tmp"),
     ], arguments="--variant async"),
     Case("huggingface", "huggingface", "huggingface_script.py", ["transformers", "accelerate"], [
-        Kill(0, "write", "checkpoint-4/model.safetensors"),
         Kill(0, "write", "checkpoint-4/optimizer.pt"),
         Kill(1, "open", "checkpoint-4/rng_state_1.pth"),
         Kill(0, "write", "checkpoint-4/trainer_state.json"),
@@ -65,7 +64,6 @@ CASES = [
         Kill(0, "write", "checkpoint-4/trainer_state.json"),
     ], arguments="--variant deepspeed", beside="huggingface"),
     Case("accelerate", "huggingface", "accelerate_script.py", ["accelerate"], [
-        Kill(0, "write", "checkpoint_4/model.safetensors"),
         Kill(0, "write", "checkpoint_4/optimizer.bin"),
         Kill(0, "open", "checkpoint_4/scheduler.bin"),
         Kill(1, "write", "checkpoint_4/random_states_1.pkl"),
@@ -119,7 +117,12 @@ SAVED = [
         for variant in ("pipeline-0", "pipeline-1", "experts-0", "experts-2")
     ),
 ]  # fmt: skip
-NOT_NEEDED = {"huggingface": {"training_args.bin": "the Trainer of the new launch has arguments of its own"}}
+ARGUMENTS = {"training_args.bin": "the Trainer of the new launch has arguments of its own"}
+TOOLS = dict.fromkeys(("zero_to_fp32.py", "zero_to_torch.py"), "a script that converts")
+NOT_NEEDED = {
+    "huggingface": ARGUMENTS,
+    "huggingface-deepspeed": {**ARGUMENTS, **TOOLS, "model.safetensors": "the weights are DeepSpeed's"},
+}
 """Files that a resume does not need, and why."""
 
 
@@ -242,7 +245,9 @@ def test_a_flipped_byte_that_the_framework_would_load_is_found(
     [newest] = [row for row in listed(out, capsys) if row["step"] == 6]
     path = Path(newest["directory"])
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    largest = max((each for each in files if each.suffix != ".safetensors"), key=lambda each: each.stat().st_size)
+    largest = max(
+        (each for each in files if each.suffix not in (".safetensors", ".py")), key=lambda each: each.stat().st_size
+    )
     data = bytearray(largest.read_bytes())
     data[_inside_a_record(bytes(data))] ^= 1
     largest.write_bytes(data)

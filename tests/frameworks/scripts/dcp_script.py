@@ -14,7 +14,7 @@ shared.begin()
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
 model = shared.Model()
 if options.variant == "fsdp1":
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 else:
     fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

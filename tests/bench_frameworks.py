@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,7 @@ class Bench:
         self.expected: dict[str, dict[int, str]] = {}
         self.packages = ""
         self.serial = itertools.count(1)
+        self.once = threading.Lock()
 
     def cell(self, script: Script, fault: Fault, way: str) -> Outcome:
         outcome = Outcome(script.framework, fault.name, way)
@@ -117,8 +119,15 @@ class Bench:
             self.follow(job, way, outcome)
         outcome.again = job.done_twice()
         if not outcome.failed and fault.name != LIMIT:
-            outcome.other_losses = job.losses() != self.expected[script.framework]
+            outcome.other_losses = job.losses() != self.whole(script)
         return outcome
+
+    def whole(self, script: Script) -> dict[int, str]:
+        """Return the losses of a run that nothing befalls: played once."""
+        with self.once:
+            if script.framework not in self.expected:
+                self.expected[script.framework] = jobs.whole(self.lab, script)
+            return self.expected[script.framework]
 
     def begin(self, script: Script, fault: Fault, way: str, elsewhere: dict[str, str]) -> Job:
         name = f"{script.framework}-{next(self.serial)}"
@@ -196,8 +205,8 @@ def main() -> None:
     outcomes = [Outcome(**each) for each in found.get("outcomes", ())]
     cells = [
         (script, fault, way)
-        for script in scripts
         for fault in FAULTS
+        for script in scripts
         if script in fault.scripts
         for way in ways(script)
         if (not chosen.ways or way in chosen.ways.split(","))
@@ -208,9 +217,6 @@ def main() -> None:
         whole = found.get("whole", {})
         bench.expected = {name: {int(step): loss for step, loss in losses.items()} for name, losses in whole.items()}
         bench.packages = install(environments.cache() / SUBMITIT.replace("==", "-"))
-        for script in dict.fromkeys(script for script, _, _ in cells):
-            if script.framework not in bench.expected:
-                bench.expected[script.framework] = jobs.whole(lab, script)
 
         def one(cell: tuple[Script, Fault, str]) -> None:
             script, fault, way = cell

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ WITHIN_S = 300.0
 BY_HAND_MAX = 3
 AT_ONCE = 2
 SIGNAL_BEFORE_S = 15
+ERROR_CHARACTERS = 100
 LIMIT = "time limit"
 STEPKEEPER, ALONE, SUBMITIT_WAY, LIGHTNING = "Stepkeeper", "alone", "submitit", "Lightning's requeue"
 
@@ -166,13 +168,16 @@ class Bench:
             job.submit_alone()
 
 
+_ERROR = re.compile(r"(?:\d+: )?(?:\[rank\d+\]: )?((?:\w+\.)*(\w*(?:Error|Exception)): .*)")
+_OF_THE_LAUNCHER = "CalledProcessError"  # says only that the script has failed
+
+
 def last_error(job: Job) -> str:
     """Return the error that a start of the script ends with."""
     logs = [job.log, *(job.work / f"submitit-{job.name}").glob(f"{job.job_id}*.err")]
-    text = "\n".join(path.read_text(errors="replace") for path in logs if path.exists())
-    lines = [line.partition(": ")[2] if line[:1].isdigit() else line for line in text.splitlines()]
-    errors = [line.strip() for line in lines if "Error" in line.split(":")[0] and "srun" not in line]
-    return (errors or ["it ends without a word"])[-1][:90].replace("|", " ")
+    lines = "\n".join(path.read_text(errors="replace") for path in logs if path.exists()).splitlines()
+    found = [match for line in lines if (match := _ERROR.fullmatch(line.strip())) and match[2] != _OF_THE_LAUNCHER]
+    return found[-1][1].replace(str(job.out), "OUT")[:ERROR_CHARACTERS].replace("|", " ") if found else "no word of why"
 
 
 def page(outcomes: Sequence[Outcome]) -> str:

@@ -190,7 +190,10 @@ def with_torn_ones(out: Path) -> list[str]:
     for step in (10, 12):
         (out / f"checkpoint/step-{step}").mkdir(parents=True)
         (out / f"checkpoint/step-{step}/__0_0.distcp").write_bytes(b"half")
-    return ["--steps", "5", "--every", "2", "--variant", "keeping"]
+    return ["--steps", "8", "--every", "2", "--variant", "keeping"]
+
+
+IN_THE_NEXT_SAVE = playing.Kill(1, "write", "checkpoint/step-6/__1_0.distcp")
 
 
 def test_torchtitan_alone_removes_its_only_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +204,8 @@ def test_torchtitan_alone_removes_its_only_whole_checkpoint(tmp_path: Path, caps
     out, case = tmp_path / "out", CASES["torchtitan"]
     more = with_torn_ones(out)
     with playing.warm(python, case.script, case.imports, []) as framework:
-        assert framework.play(out, tmp_path / "losses", arguments=more) == [0, 0], logs(tmp_path / "losses")
+        codes = framework.play(out, tmp_path / "losses", arguments=more, kill=IN_THE_NEXT_SAVE)
+    assert codes != [0, 0], "the kill did not happen"
     assert latest(out, capsys)["chosen"] is None, "it keeps whole ones by itself: there is nothing left to guard"
 
 
@@ -212,10 +216,11 @@ def test_torchtitans_retention_waits_where_it_would_keep_torn_ones_alone(
     more = with_torn_ones(out)
     with Watcher(tmp_path.name, lambda _: False) as watcher:
         further = watcher.environment(tmp_path / "run")
-        codes = play("torchtitan").play(out, tmp_path / "losses", arguments=more, further=further)
+        start = play("torchtitan").play
+        codes = start(out, tmp_path / "losses", arguments=more, further=further, kill=IN_THE_NEXT_SAVE)
 
-    assert codes == [0, 0], logs(tmp_path / "losses")
-    assert latest(out, capsys)["chosen"]["step"] in (4, 5)
+    assert codes != [0, 0], "the kill did not happen"
+    assert latest(out, capsys)["chosen"]["step"] == 4
     assert "retention_waits" in logs(tmp_path / "losses")
 
 

@@ -6,7 +6,7 @@ import shared
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 options = shared.options()
@@ -21,17 +21,19 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def state() -> dict:
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=how)
     return {"model": weights, "optim": moments, "step": torch.tensor(done)}
 
 
+# FSDP1: parameter groups as lists are on rank 0 alone
+how = StateDictOptions(flatten_optimizer_state_dict=options.variant == "fsdp1")
 saves = dist.new_group(backend="gloo")  # of their own: they run beside the steps
 saving = None
 done = 0
 if options.resume:
     found = state()
     dcp.load(found, checkpoint_id=options.resume)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"], options=how)
     done = int(found["step"])
 for step in range(done + 1, options.steps + 1):
     loss = shared.loss_of(model, step)

@@ -29,9 +29,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from stepkeeper_trainer.save.arena import Arena
 from stepkeeper_trainer.save.replicas import hash_rows
-from stepkeeper_trainer.save.staging import Staging
+from stepkeeper_trainer.save.staging import Arena, Staging
 
 MIB, GIB = 1024**2, 1024**3
 SHAPES = {"300 x 64 MiB": (300, 64 * MIB), "20,000 x 1 MiB": (20_000, MIB)}

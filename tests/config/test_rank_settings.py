@@ -9,8 +9,7 @@ from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.load.resume import choose_limits
-from stepkeeper_trainer.store.housekeeping import choose_policy
-from stepkeeper_trainer.store.retention import Policy
+from stepkeeper_trainer.store.retention import Policy, choose_policy
 
 
 def test_what_the_run_was_given_counts_instead_of_the_script() -> None:

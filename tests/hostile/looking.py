@@ -25,11 +25,10 @@ from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats import lease, lineage, records, steps
-from stepkeeper_trainer.formats.decoding import DecodeError
-from stepkeeper_trainer.observe.replay import recorded_losses
+from stepkeeper_trainer.formats.plain import DecodeError
+from stepkeeper_trainer.observe.exactness import recorded_losses
 from stepkeeper_trainer.save.commit import Commits
-from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.survey import on_the_way
 
 cli_main.parser()  # loads all commands, and not each child again

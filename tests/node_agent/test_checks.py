@@ -231,8 +231,8 @@ def test_a_mount_that_hangs_makes_the_node_unfit_and_hangs_nobody(tmp_path: Path
 
 KEEP_WATCHING = """
 import sys, time
-from stepkeeper.node_agent.sensors.nvml import NvmlProcess, Patience
-from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.nvml import NvmlProcess, Patience
+from stepkeeper.node_agent.readings import NvmlState
 told = []
 patience = Patience(stuck_after_s=0.2, stuck_again_s=0.2, abandon_after_s=0.4)
 process = NvmlProcess(told.append, patience=patience, on_failure=print)
@@ -368,6 +368,4 @@ def test_a_mistake_of_our_own_is_unknown_with_a_traceback() -> None:
 def test_the_checks_are_imported_without_what_costs_memory() -> None:
     script = "import sys, stepkeeper.node_agent.checks; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
-    assert not {"pynvml", "structlog", "asyncio", "ssl", "stepkeeper.node_agent.sensors.nvml"} & set(
-        result.stdout.split()
-    )
+    assert not {"pynvml", "structlog", "asyncio", "ssl", "stepkeeper.node_agent.nvml"} & set(result.stdout.split())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.sensors import nvml
-from stepkeeper.node_agent.sensors.readings import NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node_agent import nvml
+from stepkeeper.node_agent.readings import NvmlState, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, load
 from stepkeeper.node_agent.xid.judge import judge_xid_event
 

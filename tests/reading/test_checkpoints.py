@@ -187,7 +187,7 @@ def test_ls_says_verified_and_damaged_as_the_last_reading_found(
     command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     """Only of bytes that were read, and of files that nobody has written to since."""
-    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)  # the files are new
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", -1e9)  # the files are new
     first, second, third = build.make_steps(run)
     assert states(command, run) == ["committed, not yet verified"] * 3
     command("checkpoints", "verify", second)
@@ -257,7 +257,7 @@ def test_shallow_reads_sizes_only(command: Command, run: RunDirectory) -> None:
 def test_verify_reads_all_bytes_unless_asked_not_to(
     command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)  # the files are new
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", -1e9)  # the files are new
     step = build.make_steps(run)[-1]
     assert "B read)" in command("checkpoints", "verify", step).out
 

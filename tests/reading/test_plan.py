@@ -13,7 +13,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.submit.plan import measure
 from stepkeeper.supervisor.actions import rank_files
-from stepkeeper_trainer.formats.interval import Costs, best_interval_s, productive_share
+from stepkeeper_trainer.coordinate.cadence import Costs, best_interval_s, productive_share
 from tests.reading import build
 from tests.reading.conftest import Command
 

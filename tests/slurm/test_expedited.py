@@ -7,8 +7,8 @@ import os
 import pytest
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.slurm.allocation import LEFT_TO_SLURM, let_end
 from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.launch import LEFT_TO_SLURM, let_end
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_TASK_PID": str(os.getpid())}
 

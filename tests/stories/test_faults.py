@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.slurm.nodes import REASON_PREFIX
+from stepkeeper.slurm.client import REASON_PREFIX
 from tests.lab import Lab
 from tests.lab.agents import Agents
 from tests.stories.acts import saving

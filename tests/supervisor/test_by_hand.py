@@ -14,7 +14,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import is_empty
 from stepkeeper.run_store import lease as run_store_lease
-from stepkeeper.slurm.allocation import is_batch_process, read_allocation, require_no_batch_script
+from stepkeeper.slurm.launch import is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.watcher.rescue import rescue
 from stepkeeper_trainer.formats.lease import Lease
 from tests.supervisor.test_rescue import RUNNING, Slurm, assignment

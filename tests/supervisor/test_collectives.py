@@ -26,7 +26,7 @@ from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.flight_recorder import FlightRecorderRequest
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import Account, Place, trim
-from stepkeeper_trainer.formats.decoding import DecodeError
+from stepkeeper_trainer.formats.plain import DecodeError
 
 
 def waits(at: int = 812, *, op: str = "all_reduce", group: str = "0", last: int | None = None, **fields) -> Place:

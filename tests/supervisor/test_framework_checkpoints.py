@@ -18,7 +18,7 @@ from stepkeeper.cli import attempt
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.doctor.script import examine
+from stepkeeper.doctor.rules import examine_command
 from stepkeeper.frameworks import choosing, recognise
 from stepkeeper.frameworks.adapters.generic import Generic, Patterns
 from stepkeeper.frameworks.following import Following, follow
@@ -694,7 +694,7 @@ def test_the_start_says_once_what_a_notice_and_a_resume_would_lack(
         attempt.say_framework(found, words.words, wanted, structlog.get_logger())
 
     assert [each["event"] for each in logged[1:]] == expected
-    assert [each.level.value for each in examine(
+    assert [each.level.value for each in examine_command(
         found, words.words, attach=wanted.attach, resume_argument=wanted.resume_argument, ours=False,
         repair_pointers=wanted.repair_pointers,
     )][1:3] == [

@@ -16,7 +16,7 @@ from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool, Wanted
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.verify import ShardReader
-from stepkeeper_trainer.formats import cache as caching
+from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.manifest import read_manifest
 from tests.trainer.test_verify import flip, make_big, total
 
@@ -78,7 +78,7 @@ class Watchers:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that were made a moment ago may be remembered."""
-    monkeypatch.setattr(caching, "SETTLED_S", -60.0)
+    monkeypatch.setattr(verifying, "SETTLED_S", -60.0)
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_what_was_saved_a_moment_ago_is_read_when_a_change_would_show(
     tmp_path: Path, pool: VerifyPool, monkeypatch: pytest.MonkeyPatch
 ):
     """Else the result could not be remembered, and the next start would read it all again."""
-    monkeypatch.setattr(caching, "SETTLED_S", 1.0)
+    monkeypatch.setattr(verifying, "SETTLED_S", 1.0)
     step = make_big(tmp_path, chunks=40)
 
     read_back = verify_back(step, pool, patient=True)

@@ -284,16 +284,16 @@ def _fill(full: Callable[[], bool]) -> None:
 
 def _arm(point: str, how: str) -> None:
     """Have this process killed or stopped where its first save comes to a point."""
-    from stepkeeper_trainer.save import arena, commit, complete, persist, planner, saver, writer  # noqa: PLC0415
+    from stepkeeper_trainer.save import commit, persist, planner, saver, snapshot, writer  # noqa: PLC0415
 
     places = {
-        "staged": (arena.Copier, "copy", True),
+        "staged": (snapshot.Copier, "copy", True),
         "made": (saver.Saver, "_make_directory", True),
         "planned": (planner.Planner, "agree", True),
         "written": (writer.HashingFile, "close", True),
         "reporting": (persist, "publish", False),
         "reported": (persist, "publish", True),
-        "gathered": (complete, "gather", True),
+        "gathered": (commit, "gather", True),
         "manifest": (commit, "_write_new", True),
         "renaming": (commit.Commits, "check_fence", True),
         "renamed": (commit.lineage, "append", False),

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from stepkeeper_trainer.formats import cache, durable
+from stepkeeper_trainer.formats import durable, verify
 from stepkeeper_trainer.store.retention import Policy, empty_trash, prune
 
 ACTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -49,7 +49,7 @@ def main(checkpoints: Path, keep: int, at: int) -> None:
         fsync(descriptor)
 
     durable.write_all, os.fsync = write, sync
-    cache.SETTLED_S = math.inf  # else a machine that is slow to start this would have more acts: it remembers files
+    verify.SETTLED_S = math.inf  # else a machine that is slow to start this would have more acts: it remembers files
     prune(checkpoints, Policy(keep_last=keep))
     empty_trash(checkpoints)
     print(killer.count)

@@ -187,7 +187,7 @@ def test_dcps_exception_in_the_very_first_save_is_an_event_too(
     target = {
         "planning": "planner.Planner.agree",
         "staging": "staging.Staging.copy_if_it_fits",
-        "reports": "complete.gather",
+        "reports": "commit.gather",
     }
     with monkeypatch.context() as patch:
         patch.setattr(f"stepkeeper_trainer.save.{target[place]}", refused)

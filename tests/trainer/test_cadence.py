@@ -9,18 +9,20 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 
-from stepkeeper_trainer.coordinate.cadence import Cadence, Rule, parse_rule
-from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.formats.interval import (
+from stepkeeper_trainer.coordinate.cadence import (
     PRIOR_NODE_HOURS,
+    Cadence,
     Costs,
     FailureRate,
+    Rule,
     best_interval_s,
     daly_s,
     floor_interval_s,
+    parse_rule,
     productive_share,
     young_s,
 )
+from stepkeeper_trainer.errors import UsageError
 
 HARD = Costs(blocked_s=300.0, persist_s=300.0, restart_s=600.0, mtbf_s=3 * 3600.0)
 ASYNC = Costs(blocked_s=2.0, persist_s=90.0, restart_s=300.0, mtbf_s=2 * 3600.0)

@@ -18,7 +18,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import FileEntry
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, Tier, open_tier
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up, share_of
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.survey import prune, superfluous
 from stepkeeper_trainer.tiers.tier import Staging, TierError
 from tests.trainer.s3_server import CONFIG, s3_server

@@ -20,7 +20,7 @@ from stepkeeper.cli import checkpoints_convert
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
 from stepkeeper_trainer.load.reader import ALONE
-from stepkeeper_trainer.store import conversion, llama_names
+from stepkeeper_trainer.store import conversion, export
 from tests.trainer.test_export import made_step, same
 
 HEADS, KV_HEADS, HEAD, LAYERS = 4, 2, 8, 2
@@ -132,7 +132,7 @@ def test_in_a_checkpoint_of_a_framework_the_directory_of_the_model_is_taken(tmp_
     same(safetensors.torch.load_file(tmp_path / "out/model.safetensors"), llama("meta"))
 
 
-@pytest.mark.parametrize("style", sorted(llama_names.STYLES))
+@pytest.mark.parametrize("style", sorted(export.STYLES))
 def test_llamas_names_and_rows_become_hugging_faces_and_come_back(tmp_path: Path, style: str) -> None:
     model = llama(style)
     source = written(tmp_path / "step-5", {**model, "rope.freqs": torch.ones(4)})

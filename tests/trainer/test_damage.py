@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import newest_verified, verify
+from stepkeeper_trainer.formats.verify import CACHE_NAME, Cache
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
@@ -211,7 +211,7 @@ def test_a_flip_in_the_lineage_neither_hides_a_step_nor_brings_back_an_abandoned
 
 
 def test_a_flip_in_what_is_remembered_never_makes_a_bad_step_good(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", -1e9)
     step = run / "step_00000002"
     for path in step.iterdir():
         os.utime(path, (1, 1))  # else a change within a tick of the kernel's clock would not show

@@ -543,7 +543,7 @@ def test_a_save_that_fails_rolls_nothing_back(tmp_path: Path, monkeypatch: pytes
 
     for step in (2, 1):
         with monkeypatch.context() as patch:
-            patch.setattr("stepkeeper_trainer.save.complete.gather", full)
+            patch.setattr("stepkeeper_trainer.save.commit.gather", full)
             with pytest.raises(CheckpointException):
                 dcp.save({"w": torch.zeros(4)}, storage_writer=StepkeeperWriter(run, step=step), **ALONE)
         chosen = newest_verified(run / "checkpoints", cached=False).chosen

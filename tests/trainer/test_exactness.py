@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
-from stepkeeper_trainer.observe.exactness import EVALUATIONS
-from stepkeeper_trainer.observe.replay import RANDOM_BYTES_MAX, RANDOM_NAME
+from stepkeeper_trainer.observe.exactness import EVALUATIONS, RANDOM_BYTES_MAX, RANDOM_NAME
 
 pytestmark = pytest.mark.usefixtures("one_process")
 Act = Callable[["Loop"], object]

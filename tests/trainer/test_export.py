@@ -26,12 +26,11 @@ from stepkeeper.cli.main import main
 from stepkeeper_trainer.coordinate.ending import leave
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats import safetensors as format_
-from stepkeeper_trainer.formats.assemble import tensor_blocks
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry, Manifest, seal
 from stepkeeper_trainer.formats.metadata import Extent, Piece, TensorEntry
 from stepkeeper_trainer.formats.steps import step_name
-from stepkeeper_trainer.formats.stored import StepBytes, StoredError
-from stepkeeper_trainer.load.safetensors import load_model
+from stepkeeper_trainer.formats.stored import StepBytes, StoredError, tensor_blocks
+from stepkeeper_trainer.load.initial import load_model
 from stepkeeper_trainer.save.writer import HashingFile
 from stepkeeper_trainer.store import export
 from tests.ports import reserve

@@ -19,7 +19,7 @@ from stepkeeper.cli.main import main
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.errors import ResumeError
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.load.safetensors import load_model
+from stepkeeper_trainer.load.initial import load_model
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

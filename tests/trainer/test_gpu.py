@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from stepkeeper_trainer.buffers import view_bytes
-from stepkeeper_trainer.save import streams
+from stepkeeper_trainer.save import snapshot
 from stepkeeper_trainer.save.replicas import Hash, hash_bytes, hash_rows
 from stepkeeper_trainer.save.staging import Staging
 from stepkeeper_trainer.state import random_state
@@ -84,7 +84,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of a tensor: with memory of the device to spare, and without."""
     if request.param == "straight to the host":
-        monkeypatch.setattr(streams, "MARGIN_BYTES", NOTHING_SPARE)
+        monkeypatch.setattr(snapshot, "MARGIN_BYTES", NOTHING_SPARE)
     return request.param
 
 

@@ -15,7 +15,7 @@ from stepkeeper_trainer.environment import Environment, read_environment
 from stepkeeper_trainer.errors import RunDirectoryError, SupersededError
 from stepkeeper_trainer.formats import lease
 from stepkeeper_trainer.formats.lease import Birth, birth
-from stepkeeper_trainer.store.run_lock import open_run_directory
+from stepkeeper_trainer.store.run_directory import open_run_directory
 
 BY_HAND = replace(read_environment({}), node="here")
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer.environment import read_environment
-from stepkeeper_trainer.formats import cache
+from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import join_shards, verify_shard
 from stepkeeper_trainer.save.commit import Commits, CommittedStep
 from stepkeeper_trainer.store import retention
-from stepkeeper_trainer.store.housekeeping import BEHIND_STEPS, Retention
-from stepkeeper_trainer.store.retention import Policy, prune
+from stepkeeper_trainer.store.retention import BEHIND_STEPS, Policy, Retention, prune
 from tests.trainer.test_formats import make_step
 
 LIMIT_S = 60.0
@@ -62,12 +61,12 @@ def test_steps_that_come_faster_than_they_are_read_are_said_once(
 
 
 def test_what_the_watchers_have_found_right_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "SETTLED_S", -LIMIT_S)
+    monkeypatch.setattr(verifying, "SETTLED_S", -LIMIT_S)
     for number in (1, 2, 3):
         directory = make_step(tmp_path, number)
         if number != 2:
             shares = [verify_shard(directory, share, 2) for share in range(2)]
-            assert join_shards(directory, shares, cache=cache.Cache(tmp_path, knows=False)).ok
+            assert join_shards(directory, shares, cache=verifying.Cache(tmp_path, knows=False)).ok
     sizes: list[int] = []
 
     outcome = prune(tmp_path, Policy(keep_last=1), reading=Reading(threads=1, on_read=sizes.append))

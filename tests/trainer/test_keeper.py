@@ -41,7 +41,7 @@ from stepkeeper_trainer.formats.records import read_outcome
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified, open_step, read_manifest, verify
 from stepkeeper_trainer.observe import metrics as records
 from stepkeeper_trainer.observe.metrics import Later, Number
-from stepkeeper_trainer.store.run_lock import default_run_directory
+from stepkeeper_trainer.store.run_directory import default_run_directory
 from tests.trainer.ranks import losses, watcher_socket
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -20,7 +20,7 @@ from stepkeeper_trainer.formats import items
 from stepkeeper_trainer.formats.manifest import ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import parse
 from stepkeeper_trainer.formats.steps import list_steps
-from stepkeeper_trainer.load import Limits, Wanted, fill, plan
+from stepkeeper_trainer.load import Limits, Wanted, fill
 from stepkeeper_trainer.load import worker as working
 from stepkeeper_trainer.load.reader import CheckedFile, CheckedReader, load
 from tests.ports import reserve
@@ -240,14 +240,14 @@ def test_a_file_that_changes_while_its_head_is_used_is_refused(tmp_path: Path, m
     """The head of a large archive is looked at before its chunk is checked: it must turn out to be the same."""
     state = {"a": torch.randn(100_000)}
     manifest = save(tmp_path, state)
-    peek = plan.Source.peek
+    peek = working.Source.peek
 
-    def other(self: plan.Source, at: int, count: int) -> bytes:
+    def other(self: working.Source, at: int, count: int) -> bytes:
         data = bytearray(peek(self, at, count))
         data[data.index(b"data/0FB") + 10] ^= 1  # of the filler, of which nothing depends
         return bytes(data)
 
-    monkeypatch.setattr(plan.Source, "peek", other)
+    monkeypatch.setattr(working.Source, "peek", other)
 
     with pytest.raises(DamagedError, match="changed while"):
         load(CheckedReader(tmp_path, manifest), empty_like(state), None)

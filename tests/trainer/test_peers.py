@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer.tiers import Held, Pace
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.peers import (
     CHALLENGE_BYTES,
     PROVED_WITHIN_S,

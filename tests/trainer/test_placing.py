@@ -21,7 +21,7 @@ from stepkeeper_trainer.save.commit import Commits
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
 from stepkeeper_trainer.tiers import uploader as placing_module
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.search import Gatherer, counts, find_place
 from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 from tests.trainer.tier_steps import LATE_S, content, lay, make, on_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper_trainer.formats.steps import verify
-from stepkeeper_trainer.save import complete as completing
+from stepkeeper_trainer.save import commit as committing
 from stepkeeper_trainer.save import persist
 from stepkeeper_trainer.save.writer import Written
 from tests.trainer.test_keeper import Loop, names
@@ -76,7 +76,7 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
             harmed.append(written.plan.name)
         return written
 
-    class File(completing.HashingFile):
+    class File(committing.HashingFile):
         def close(self) -> None:
             super().close()
             if not harmed and which == "metadata" and self._path.name == ".metadata":
@@ -85,7 +85,7 @@ def bad(monkeypatch: pytest.MonkeyPatch, which: str, harm: Callable[[Path], obje
 
     write_file = persist.write_file
     monkeypatch.setattr(persist, "write_file", data)
-    monkeypatch.setattr(completing, "HashingFile", File)
+    monkeypatch.setattr(committing, "HashingFile", File)
     return harmed
 
 

@@ -12,8 +12,8 @@ from stepkeeper_trainer.formats import messages
 from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.formats.messages import Replayed
 from stepkeeper_trainer.link import Link
+from stepkeeper_trainer.observe.exactness import STEPS_MAX, Replay, comparable_losses, distance, recorded_losses
 from stepkeeper_trainer.observe.metrics import HEADER
-from stepkeeper_trainer.observe.replay import STEPS_MAX, Replay, comparable_losses, distance, recorded_losses
 from tests.trainer.ranks import Ranks, steps_of, watcher_socket
 
 RECORDED = {21: 2.5, 22: 2.25, 23: 2.125}

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.cache import CACHE_NAME
 from stepkeeper_trainer.formats.steps import newest_verified, verify
+from stepkeeper_trainer.formats.verify import CACHE_NAME
 from stepkeeper_trainer.store import retention
 from stepkeeper_trainer.store.retention import Candidate, Policy, Pruner, decide, empty_trash, prune
 from tests.trainer.test_formats import make_step

@@ -23,7 +23,8 @@ from stepkeeper_trainer.formats.messages import SaveRequest, encode
 from stepkeeper_trainer.formats.steps import list_steps, read_manifest, verify
 from stepkeeper_trainer.save import persist, planner, saver
 from stepkeeper_trainer.save import save as saves
-from stepkeeper_trainer.state import Counters, TrainingState, old
+from stepkeeper_trainer.state import Counters, TrainingState
+from stepkeeper_trainer.state.keys import read_old
 from tests.trainer.ranks import watcher_socket
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -417,7 +418,7 @@ def test_the_first_versions_optimizer_state_still_loads() -> None:
         "param_groups": [{"params": ["head.weight", "head.bias"], "lr": 0.5, "betas": {"$tuple": [1, 2]}}],
     }
 
-    found = old.read({"optimizer": tree, "others": {}, "world_size": 1}, {}, 0, 1, state.parts)
+    found = read_old({"optimizer": tree, "others": {}, "world_size": 1}, {}, 0, 1, state.parts)
     part.apply(found["optimizer"], {name: torch.ones(1, 3)})
 
     [weight] = sgd.state

@@ -12,7 +12,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.lineage import LeftOut
 from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.formats.steps import newest_verified, read_manifest
-from stepkeeper_trainer.store.housekeeping import record_left_out
+from stepkeeper_trainer.store.run_directory import record_left_out
 from stepkeeper_trainer.tiers.search import ANCESTORS, counts
 from tests.trainer.test_keeper import Loop, save_at
 

@@ -15,14 +15,16 @@ from stepkeeper_trainer.save.replicas import InPlace
 from stepkeeper_trainer.save.snapshot import (
     CHUNK_BYTES,
     GRAIN_BYTES,
+    MARGIN_BYTES,
     PIECE_BYTES,
     Chunk,
     Devices,
     Snapshot,
+    allowed_during_capture,
     choose,
     divide,
+    spare,
 )
-from stepkeeper_trainer.save.streams import MARGIN_BYTES, allowed_during_capture, spare
 from stepkeeper_trainer.state import random_state
 from tests.trainer.host_lane import HostLane
 

@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper_trainer.errors import StateError
-from stepkeeper_trainer.save.arena import MANY
+from stepkeeper_trainer.save.snapshot import MANY
 from stepkeeper_trainer.save.staging import PAGE_BYTES, Staging, lay_out
 from stepkeeper_trainer.save.writer import (
     DIRECT_BYTES_MIN,

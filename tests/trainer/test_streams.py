@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stepkeeper_trainer.save import streams
+from stepkeeper_trainer.save import snapshot
 from stepkeeper_trainer.save.replicas import InPlace
-from stepkeeper_trainer.save.snapshot import GRAIN_BYTES, Devices
-from stepkeeper_trainer.save.streams import CudaLane, cuda_lane
+from stepkeeper_trainer.save.snapshot import GRAIN_BYTES, CudaLane, Devices, cuda_lane
 
 MIB, GIB = 1024**2, 1024**3
 HOST = torch.device("cpu")
@@ -114,7 +113,7 @@ def devices(tensors: dict[str, torch.Tensor], *, overlap: bool = False) -> Devic
 @torch.no_grad()
 def test_all_that_reads_the_tensors_is_in_training_s_stream(cuda: FakeCuda) -> None:
     tensors = {"w": torch.rand(10), "m": torch.rand(GRAIN_BYTES).double()}
-    cuda.free = streams.MARGIN_BYTES + GRAIN_BYTES
+    cuda.free = snapshot.MARGIN_BYTES + GRAIN_BYTES
     found = devices(tensors)
 
     found.copy(list(tensors.values()), InPlace(), {})

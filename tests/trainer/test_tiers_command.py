@@ -11,7 +11,7 @@ import pytest
 from stepkeeper.cli.main import main
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.verify import verify
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.tier import IDENTITY_NAME, Tiers
 from tests.trainer.s3_server import s3_server, variables
 from tests.trainer.test_tiers import make_step, make_steps

@@ -15,11 +15,18 @@ import xxhash
 
 from stepkeeper_trainer.formats import reading as reading_module
 from stepkeeper_trainer.formats import verify as verifying
-from stepkeeper_trainer.formats.cache import CACHE_NAME, Cache
 from stepkeeper_trainer.formats.manifest import FileEntry, Manifest, read_manifest, seal
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import newest_verified
-from stepkeeper_trainer.formats.verify import ShardVerdict, Verdict, join_shards, verify, verify_shard
+from stepkeeper_trainer.formats.verify import (
+    CACHE_NAME,
+    Cache,
+    ShardVerdict,
+    Verdict,
+    join_shards,
+    verify,
+    verify_shard,
+)
 from tests import dcp_files
 from tests.trainer.memory import peak_growth
 
@@ -95,7 +102,7 @@ def total(step: Path) -> int:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a test are younger than what is remembered: wait for nothing."""
-    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", -1e9)
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", -1e9)
 
 
 READINGS = [
@@ -320,7 +327,7 @@ def test_nothing_remembered_makes_a_changed_step_right(tmp_path: Path, change: o
 def test_a_file_that_may_still_change_within_its_own_tick_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepkeeper_trainer.formats.cache.SETTLED_S", 3600.0)  # however slow this machine is
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", 3600.0)  # however slow this machine is
     step = make_big(tmp_path)
 
     assert verify(step, cache=Cache(tmp_path)).ok

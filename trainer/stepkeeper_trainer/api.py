@@ -24,9 +24,8 @@ from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.observe import collectives
-from stepkeeper_trainer.observe.exactness import Exactness
+from stepkeeper_trainer.observe.exactness import Exactness, begin_replay
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
-from stepkeeper_trainer.observe.replay import begin_replay
 from stepkeeper_trainer.observe.straggler_probe import StragglerProbe
 from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_wandb_run
 from stepkeeper_trainer.sampler import Skipping
@@ -34,9 +33,8 @@ from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
 from stepkeeper_trainer.state import Counters, Stateful, TrainingState, random_state
 from stepkeeper_trainer.state.last_step import LastStep
-from stepkeeper_trainer.store import guard, run_lock
-from stepkeeper_trainer.store.housekeeping import choose_policy, keep_house
-from stepkeeper_trainer.store.retention import Policy
+from stepkeeper_trainer.store import guard, run_directory
+from stepkeeper_trainer.store.retention import Policy, choose_policy, keep_house
 from stepkeeper_trainer.tiers.tiering import find_tiers
 
 if TYPE_CHECKING:
@@ -143,7 +141,7 @@ class CheckpointManager:
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
         self._read_back, self._overlap_copies = read_back, overlap_copies
         self._load_limits = resuming.choose_limits(load_memory_gib, ranks=self._nodes.count(self._environment.node))
-        self._commits = run_lock.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
+        self._commits = run_directory.open_run_directory(run_dir, self._environment, self._agreement, self.rank)
         self.run_dir, self._environment = self._commits.run_directory, self._commits.environment
         collectives.listen(self._environment, self.run_dir, self.rank)
         self._link = Link(self._environment.socket, self._environment.launch_name)

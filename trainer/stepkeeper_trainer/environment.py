@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepkeeper_trainer.coordinate.cadence import RELIABILITY_VARIABLE
 from stepkeeper_trainer.errors import UsageError
-from stepkeeper_trainer.formats.interval import RELIABILITY_VARIABLE
 from stepkeeper_trainer.formats.lineage import LeftOut
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer import __version__
-from stepkeeper_trainer.formats.decoding import DecodeError
 from stepkeeper_trainer.formats.messages import (
     MESSAGE_BYTES_MAX,
     FromRank,
@@ -30,6 +29,7 @@ from stepkeeper_trainer.formats.messages import (
     encode,
     shorten,
 )
+from stepkeeper_trainer.formats.plain import DecodeError
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:

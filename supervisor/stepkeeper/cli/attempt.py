@@ -19,10 +19,9 @@ from stepkeeper.frameworks.following import Following, follow, notice, without_a
 from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.run_store import journal, paths, run_registry, submission
 from stepkeeper.run_store.paths import RunDirectory
-from stepkeeper.slurm import cmd, resubmission, resubmit
-from stepkeeper.slurm.allocation import Allocation
+from stepkeeper.slurm import cmd, requeue, resubmission
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.launch import Geometry
+from stepkeeper.slurm.launch import Allocation, Geometry
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper_trainer.formats import lease, records
@@ -205,7 +204,7 @@ def note_submission(directory: RunDirectory, allocation: Allocation, words: Sequ
             known_already = submission.read(directory.path)
             if known_already is not None and known_already.job == allocation.slurm_name:
                 return
-            found = resubmit.find_out(allocation.slurm_name, environment, words, len(allocation.nodes))
+            found = requeue.find_out(allocation.slurm_name, environment, words, len(allocation.nodes))
             submission.write(directory.path, found)
         except (SlurmError, OSError) as error:
             log.warning("submission_not_recorded", error=str(error))

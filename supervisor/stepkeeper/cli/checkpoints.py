@@ -29,9 +29,9 @@ from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import Cache
 from stepkeeper_trainer.store import space
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -22,7 +22,7 @@ from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.store.llama_names import Names
+from stepkeeper_trainer.store.export import Names
 
 TORCH, DCP, UNIVERSAL = "torch", "dcp", "universal"
 TARGETS = (TORCH, DCP, UNIVERSAL)

@@ -16,7 +16,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.store import export
-from stepkeeper_trainer.store.llama_names import STYLES, Names, NamesError, check_head_dim, head_dim_of
+from stepkeeper_trainer.store.export import STYLES, Names, NamesError, check_head_dim, head_dim_of
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -18,8 +18,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import records
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
 from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier

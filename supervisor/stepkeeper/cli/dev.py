@@ -15,9 +15,8 @@ from stepkeeper.cli import dev_replay, dev_simulate, printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent import config as node_config
-from stepkeeper.node_agent import ledger
+from stepkeeper.node_agent import ledger, nvml
 from stepkeeper.node_agent.config import NodeConfig
-from stepkeeper.node_agent.sensors import nvml
 from stepkeeper.node_agent.xid.parse import canonical, parse
 
 LOOK_WITHIN_S = 20.0

@@ -12,7 +12,7 @@ import msgspec
 from stepkeeper.cli import attempt, printing
 from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.doctor import rules, script, site, visible
+from stepkeeper.doctor import rules, site, visible
 from stepkeeper.doctor.site import Finding, Level
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import following
@@ -93,7 +93,7 @@ def _script(command: tuple[str, ...]) -> list[Finding]:
         return []
     config = resolve.gather({}, os.environ).resolve()
     settings = config.settings
-    return script.examine(
+    return rules.examine_command(
         attempt.following(command, config),
         command,
         attach=settings.attach,

@@ -26,10 +26,9 @@ from stepkeeper.frameworks.following import Following
 from stepkeeper.redaction import redact, redact_words
 from stepkeeper.run_store import paths
 from stepkeeper.slurm import cmd
-from stepkeeper.slurm.allocation import Allocation, read_allocation
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
-from stepkeeper.slurm.launch import watcher_argv
+from stepkeeper.slurm.launch import Allocation, read_allocation, watcher_argv
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.launch import Meeting, launch_argv
 from stepkeeper.supervisor.loop import watcher_program

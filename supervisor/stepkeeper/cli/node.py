@@ -23,8 +23,7 @@ from stepkeeper.log import PatientStream
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger
 from stepkeeper.node_agent.config import DEFAULT_PATH
-from stepkeeper.node_agent.core.incidents import is_unfinished
-from stepkeeper.node_agent.core.state import Incident, Outcome
+from stepkeeper.node_agent.core.state import Incident, Outcome, is_unfinished
 from stepkeeper_trainer.formats.durable import write_atomically
 
 # `stepkeeper node install` and `uninstall`: the agent's unit and configuration, put where systemd looks for them.
@@ -231,11 +230,11 @@ def run_agent(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise StepkeeperError("--json goes with --check: the agent's log is JSON in any case", ExitCode.USAGE)
     # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
-    from stepkeeper.node_agent import service  # noqa: PLC0415
+    from stepkeeper.node_agent import runtime  # noqa: PLC0415
     from stepkeeper.node_agent.agent import Agent  # noqa: PLC0415
-    from stepkeeper.node_agent.service import Systemd  # noqa: PLC0415
+    from stepkeeper.node_agent.runtime import Systemd  # noqa: PLC0415
     from stepkeeper.node_agent.xid import catalogue  # noqa: PLC0415
-    from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
+    from stepkeeper.slurm.nodes import NodeCommands  # noqa: PLC0415
 
     config = node_config.load(arguments.config)
     systemd = Systemd()
@@ -244,7 +243,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
     path = config.state_path / ledger.NAME
     book = _read(path)
     stream = PatientStream(lambda: cast("TextIO", sys.stdout))
-    log = service.configure_log(stream, journal=service.stdout_is_journal(), node=config.name)
+    log = runtime.configure_log(stream, journal=runtime.stdout_is_journal(), node=config.name)
     state = book.state(config.name, config.boot_id())
     agent = Agent(
         config=config,
@@ -256,7 +255,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         log=log,
     )
 
-    service.listen_for_signals(agent.inbox)
+    runtime.listen_for_signals(agent.inbox)
     log.info("agent_started", version=__version__, config=msgspec.to_builtins(config), unreadable=book.unreadable)
     try:
         agent.run()
@@ -272,7 +271,7 @@ def check_setup(arguments: argparse.Namespace) -> int:
     from stepkeeper.doctor.site import Level  # noqa: PLC0415
     from stepkeeper.node_agent import setup  # noqa: PLC0415
     from stepkeeper.node_agent.xid import catalogue  # noqa: PLC0415
-    from stepkeeper.slurm.node_commands import NodeCommands  # noqa: PLC0415
+    from stepkeeper.slurm.nodes import NodeCommands  # noqa: PLC0415
 
     config = node_config.load(arguments.config)
     catalogue.load()

@@ -17,7 +17,7 @@ from stepkeeper.run_analytics.queue import Queued, Waiting
 from stepkeeper.run_store import find
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
-from stepkeeper.slurm import resubmit
+from stepkeeper.slurm import requeue
 from stepkeeper.slurm.client import SlurmError
 
 ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # the wait is all that there is to show
@@ -92,7 +92,7 @@ def _of_slurm(job: str, *, as_json: bool) -> int | None:
         printing.say_json(document, indent=2)
         return ExitCode.FINISHED
     try:
-        log = resubmit.log_of(job)
+        log = requeue.log_of(job)
     except SlurmError:
         log = ""
     rows = [

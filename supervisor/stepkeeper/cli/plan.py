@@ -19,8 +19,8 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
 from stepkeeper.submit import plan as submit_plan
 from stepkeeper.submit.plan import FIXED_S, METRICS_NAME, Measured, Plan, measure, plan
+from stepkeeper_trainer.coordinate.cadence import Costs, FailureRate
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.interval import Costs, FailureRate
 
 OVERHEAD_MAX = 0.05
 RESTART_S = 300.0  # where nobody says it

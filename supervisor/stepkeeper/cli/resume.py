@@ -21,7 +21,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.submission import Submission
-from stepkeeper.slurm import resubmit
+from stepkeeper.slurm import requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import job_state
 from stepkeeper.submit import preflight
@@ -128,7 +128,7 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
             printing.warn(f"note: {recorded.path} is taken as it is now: of a script with a secret no copy is kept")
             return msgspec.structs.replace(recorded, script=script)
     try:
-        return resubmit.find_out(newest, {})
+        return requeue.find_out(newest, {})
     except SlurmError as error:
         script = f" ({recorded.path})" if recorded is not None and recorded.path else ""
         raise StepkeeperError(
@@ -149,7 +149,7 @@ def _own(path: Path) -> str:
 def _line(submission: Submission, more: list[str]) -> str:
     """Return the command line of sbatch, as a person reads it."""
     script = submission.path or "(its batch script)"
-    options = shlex.join(redact_words(["sbatch", *resubmit.options(submission, more)]))
+    options = shlex.join(redact_words(["sbatch", *requeue.options(submission, more)]))
     arguments = shlex.join(redact_words(submission.arguments))
     return f"{options} {shlex.quote(script) if submission.path else script} {arguments}".rstrip()
 
@@ -179,12 +179,12 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         raise StepkeeperError(str(error), ExitCode.RUN_DIRECTORY) from error
     number = held.job_id if held is not None else submission.number
     try:
-        job = resubmit.submit(submission, run.path, number, more)
+        job = requeue.submit(submission, run.path, number, more)
     except SlurmError as error:
         code = ExitCode.NO_SLURM if error.unreachable else ExitCode.START_FAILED
         raise StepkeeperError(f"Slurm refuses the job: {error}", code) from error
     try:
-        log = resubmit.log_of(job)
+        log = requeue.log_of(job)
     except SlurmError:
         log = ""  # a help for people
     try:

@@ -30,10 +30,9 @@ from stepkeeper.run_analytics.metrics.textfile import exported
 from stepkeeper.run_store import journal, lines, paths
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import cmd
-from stepkeeper.slurm.allocation import Allocation, is_batch_process, read_allocation, require_no_batch_script
 from stepkeeper.slurm.client import ClusterSettings, SlurmClient, SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
-from stepkeeper.slurm.launch import node_name
+from stepkeeper.slurm.launch import Allocation, is_batch_process, node_name, read_allocation, require_no_batch_script
 from stepkeeper.slurm.pyslurm_client import ClientKind, choose
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.verify_pool import Limits

@@ -21,7 +21,7 @@ from stepkeeper.doctor.site import Finding, Level, Site
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, run_registry, submission
-from stepkeeper.slurm import cmd, resubmit
+from stepkeeper.slurm import cmd, requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.submit import own_script, preflight, sbatch
@@ -120,7 +120,7 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
     """Make the run directory and keep there how the job was submitted: from now on every command knows the run."""
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     try:
-        log = resubmit.log_of(str(job))
+        log = requeue.log_of(str(job))
     except SlurmError:
         log = ""  # a help for people: the job may be over already
     try:

@@ -15,10 +15,9 @@ from stepkeeper.cli import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent.xid import catalogue as catalogues
-from stepkeeper.node_agent.xid import logfile
 from stepkeeper.node_agent.xid.catalogue import Catalogue, Fault, Row, Severity, Source, SwitchRow
 from stepkeeper.node_agent.xid.judge import judge
-from stepkeeper.node_agent.xid.logfile import Sighting
+from stepkeeper.node_agent.xid.parse import Sighting, scan
 
 _NAME_WIDTH, _PCI_WIDTH, _ACTION_WIDTH, _DOMAIN_WIDTH = 11, 13, 12, 15  # the log may be endless: no second look
 _SWITCH_WORDS = {
@@ -128,7 +127,7 @@ def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) 
     if not as_json:
         _say_columns("FAULT", "PCI", "ACTION", "FAULT OF", "WHY")
     with _opened(name) as file:
-        for sighting in logfile.scan(_reader(name, file), allow_injected=allow_injected):
+        for sighting in scan(_reader(name, file), allow_injected=allow_injected):
             fault = judge(sighting.report, at=0.0, source=Source.KERNEL, catalogue=known, gpu=sighting.gpu)
             if as_json:
                 printing.say_json(_found(sighting, fault, known))

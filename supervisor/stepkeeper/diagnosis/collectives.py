@@ -24,8 +24,7 @@ from stepkeeper_trainer.formats.collectives import (
     parse_nccl_dump,
     reduce_parsed,
 )
-from stepkeeper_trainer.formats.decoding import DecodeError
-from stepkeeper_trainer.formats.plain import open_plain
+from stepkeeper_trainer.formats.plain import DecodeError, open_plain
 
 SHOWN_MAX = 2  # groups in a summary
 RANKS_SHOWN_MAX = 6

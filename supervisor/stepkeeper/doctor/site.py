@@ -18,7 +18,7 @@ import msgspec
 from stepkeeper.cli.printing import size
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.node_agent.sensors.kernel_log import users_may_write
+from stepkeeper.node_agent.kernel import users_may_write
 from stepkeeper.node_agent.xid.parse import SYSCTL
 from stepkeeper.slurm.client import SlurmError, is_unconfigured
 from stepkeeper.slurm.jobs import call

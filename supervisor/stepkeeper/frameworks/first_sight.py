@@ -23,9 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode_format, read_plain
 
 FORMAT = 1
 RECORD_BYTES_MAX = 64 * 1024 * 1024

@@ -1,8 +1,10 @@
 """The fault plane of one node: what its GPUs report, what that means, and who may act on it.
 
-    sensors/   read the kernel log, NVML and sysfs; decide nothing
-    xid/       what a report means: catalogue, parser, payloads; pure
-    the rest   the agent (root, one a node): incidents, their ledger, drains, the socket
+    kernel, nvml   read the kernel log, sysfs and NVML, and report `readings`; they cannot hang us
+    xid/           what a report means: catalogue, parser, payloads; pure
+    core/          the agent's rules; pure
+    agent          the loop (root, one a node), with its `runtime`: log, systemd, sensors, acts; and its `ledger`
+    server         the socket for jobs, with its `connections` and `requests`; they speak `protocol`
 
-Watchers use `sensors` and `xid` too; only the agent acts on a node.
+Watchers use the sensors and `xid` too; only the agent acts on a node.
 """

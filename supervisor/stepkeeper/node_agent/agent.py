@@ -14,18 +14,29 @@ from typing import assert_never
 import structlog
 
 from stepkeeper.loop_tools import Clock
-from stepkeeper.node_agent import evaluate, fitness, ledger, protocol, setup
-from stepkeeper.node_agent.acts import Acts, LocalClient, reset_gpus
+from stepkeeper.node_agent import evaluate, ledger, nvml, protocol, setup
 from stepkeeper.node_agent.config import NodeConfig
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.decide import decide
+from stepkeeper.node_agent.core.events import (
+    Alarm,
+    AskNodes,
+    CheckNode,
+    Effect,
+    ListJobs,
+    Reboot,
+    Record,
+    RecordDrain,
+    ResetGpus,
+    Resume,
+    SetDrain,
+    Tell,
+)
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Incident, Mode, Outcome, State
 from stepkeeper.node_agent.evaluate import KERNEL_LOG, SensorHealth
-from stepkeeper.node_agent.sensors import nvml
-from stepkeeper.node_agent.sensors.evidence import Roots, device_addresses
-from stepkeeper.node_agent.sensors.readings import (
+from stepkeeper.node_agent.kernel import Roots, device_addresses
+from stepkeeper.node_agent.readings import (
     Evidence,
     GpuHealth,
     KernelGap,
@@ -34,15 +45,14 @@ from stepkeeper.node_agent.sensors.readings import (
     NvmlXid,
     Reading,
 )
-from stepkeeper.node_agent.service import Do, Inbox, Item, Stop, Systemd
+from stepkeeper.node_agent.requests import LookRequest
+from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, LocalClient, Sources, Stop, Systemd, reset_gpus
 from stepkeeper.node_agent.setup import SetupWatch
-from stepkeeper.node_agent.socket.requests import LookRequest
-from stepkeeper.node_agent.sources import Sources
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
 from stepkeeper.node_agent.xid.judge import LISTED_AGAIN_AFTER_S
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
-HURRIED = (do.AskNodes, do.SetDrain)
+HURRIED = (AskNodes, SetDrain)
 """Begun before anything is noted: the ledger is written meanwhile, and says after a crash what was under way."""
 LEDGER_WITHIN_S = 3.0
 LOOK_WITHIN_S = 8.0
@@ -99,12 +109,12 @@ class Agent:
         self._listing_runs = False
         self._stopped = threading.Event()
         self._stopping = ""
-        self._verdicts = fitness.VerdictWriter(
-            config.run_path / fitness.VERDICT_NAME,
+        self._verdicts = ledger.VerdictWriter(
+            config.run_path / ledger.VERDICT_NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
             on_failure=lambda error: self.inbox.failed("verdict", error),
         )
-        self._shown: fitness.Verdict | None = None
+        self._shown: ledger.Verdict | None = None
         self._verdict_at = 0.0
         self._ledger_failed = ""
         self._said_gpus = (state.gpus, state.driver)
@@ -256,30 +266,30 @@ class Agent:
             if not isinstance(effect, HURRIED):
                 self._perform(effect)
 
-    def _perform(self, effect: do.Effect) -> None:  # noqa: C901 - one case an effect
+    def _perform(self, effect: Effect) -> None:  # noqa: C901 - one case an effect
         match effect:
-            case do.Record():
+            case Record():
                 self._record(effect.incident)
                 self._log_incident(effect.incident)
-            case do.RecordDrain():
+            case RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
-            case do.Tell():
+            case Tell():
                 self._sources.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
-            case do.Alarm():
+            case Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
-            case do.ListJobs():
+            case ListJobs():
                 self._acts.list_jobs(effect)
-            case do.AskNodes():
+            case AskNodes():
                 self._acts.ask_nodes(effect)
-            case do.SetDrain():
+            case SetDrain():
                 self._acts.drain(effect)
-            case do.Resume():
+            case Resume():
                 self._acts.resume(effect)
-            case do.Reboot():
+            case Reboot():
                 self._acts.reboot(effect)
-            case do.ResetGpus():
+            case ResetGpus():
                 self._acts.reset_gpus(effect)
-            case do.CheckNode():
+            case CheckNode():
                 self._acts.check_node(effect)
             case _:
                 assert_never(effect)
@@ -330,10 +340,10 @@ class Agent:
             return ""
         return f"the ledger does not hold it yet ({self._book.failed or 'the disk is slow'})"
 
-    def _check(self) -> fitness.Fitness:
+    def _check(self) -> evaluate.Fitness:
         if not self.config.test.nvml:
-            return fitness.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
-        return fitness.look(self._catalogue, self.config.expected_gpus)
+            return evaluate.Fitness(unfit="NVML is switched off in the configuration: nothing can be checked")
+        return evaluate.look(self._catalogue, self.config.expected_gpus)
 
     def _reset(self, pcis: Sequence[str]) -> str:
         self._sources.pause_nvml()  # a process that holds a GPU open prevents its reset
@@ -346,7 +356,7 @@ class Agent:
 
     def _wait_s(self) -> float:
         now = self.inbox.clock.now()
-        waits = [IDLE_S, self._verdict_at + fitness.REFRESH_S - now]
+        waits = [IDLE_S, self._verdict_at + ledger.REFRESH_S - now]
         if (due := due_at(self.state)) is not None:
             waits.append(due - now)
         if self._systemd.watchdog_every_s is not None:
@@ -368,10 +378,10 @@ class Agent:
 
     def _show(self, now: float) -> None:
         """Write the verdict when it changes, and now and then: an old one counts for nothing."""
-        new = fitness.verdict(self.state, now, self.policy)
+        new = ledger.verdict(self.state, now, self.policy)
         old = self._shown
         same = old is not None and (old.fit, old.why) == (new.fit, new.why)
-        if same and now < self._verdict_at + fitness.REFRESH_S:
+        if same and now < self._verdict_at + ledger.REFRESH_S:
             return
         self._verdict_at = now
         self._verdicts.show(new)

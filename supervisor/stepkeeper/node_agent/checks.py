@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.node_agent.sensors.readings import GpuHealth, NvmlState
+from stepkeeper.node_agent.readings import GpuHealth, NvmlState
 
 ANSWER_BYTES_MAX = 4096
 DIES_WITHIN_S = 0.5
@@ -144,7 +144,7 @@ def _path(found: _Findings, wanted: Wanted, path: str, within_s: float) -> None:
 
 def _try_path(path: str, within_s: float) -> dict[str, float] | str:
     """Return figures, or what is wrong."""
-    from stepkeeper.node_agent.sensors import try_path  # noqa: PLC0415 - only its place is needed
+    from stepkeeper.node_agent import try_path  # noqa: PLC0415 - only its place is needed
 
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", try_path.__file__, path],
@@ -183,7 +183,7 @@ def _try_path(path: str, within_s: float) -> dict[str, float] | str:
 
 
 def _gpus(found: _Findings, wanted: Wanted, within_s: float) -> None:
-    from stepkeeper.node_agent.sensors.nvml import once  # noqa: PLC0415 - a launch without GPUs needs none of it
+    from stepkeeper.node_agent.nvml import once  # noqa: PLC0415 - a launch without GPUs needs none of it
 
     look = once(within_s)
     status = look.status

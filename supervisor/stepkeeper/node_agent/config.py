@@ -20,7 +20,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent import protocol
 from stepkeeper.node_agent.core.state import Mode, Policy
-from stepkeeper.node_agent.sensors.kernel_log import DEVICE
+from stepkeeper.node_agent.kernel import DEVICE
 from stepkeeper.node_agent.xid.catalogue import SITE_FILE
 from stepkeeper.slurm.launch import node_name
 from stepkeeper_trainer.formats.plain import read_plain

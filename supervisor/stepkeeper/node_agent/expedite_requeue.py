@@ -18,8 +18,7 @@ from enum import Enum, auto
 import msgspec
 import structlog
 
-from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeClient, OwnedJob
+from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
 
 AFTER_S = 2
 GIVE_UP_S = 300.0

@@ -17,16 +17,14 @@ import msgspec
 import structlog
 
 from stepkeeper.doctor.site import Finding, Level, users_log
+from stepkeeper.node_agent import nvml
 from stepkeeper.node_agent.config import NodeConfig, Test
 from stepkeeper.node_agent.core.plan import fraction
 from stepkeeper.node_agent.core.state import Mode
-from stepkeeper.node_agent.sensors import nvml
-from stepkeeper.node_agent.sensors.evidence import Roots, gpu_addresses
-from stepkeeper.node_agent.sensors.kernel_log import users_may_write
-from stepkeeper.node_agent.sensors.readings import NvmlState, NvmlStatus
-from stepkeeper.node_agent.service import Do, Inbox
-from stepkeeper.slurm.client import SlurmError, is_unconfigured
-from stepkeeper.slurm.nodes import NodeClient, NodeFacts
+from stepkeeper.node_agent.kernel import Roots, gpu_addresses, users_may_write
+from stepkeeper.node_agent.readings import NvmlState, NvmlStatus
+from stepkeeper.node_agent.runtime import Do, Inbox
+from stepkeeper.slurm.client import NodeClient, NodeFacts, SlurmError, is_unconfigured
 
 # Whether a node of Slurm's is this machine: a `node_name` that was copied from another node would drain that one.
 

@@ -22,7 +22,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats.verify import Cache
 
 METRICS_NAME = "metrics.csv"
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look

@@ -15,9 +15,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import open_directory, read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, open_directory, read_plain
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.simulate.simulator import Simulator
 from stepkeeper.simulate.world import Result, World
-from stepkeeper_trainer.formats.interval import Costs, productive_share
+from stepkeeper_trainer.coordinate.cadence import Costs, productive_share
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

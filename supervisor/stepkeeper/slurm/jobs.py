@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
-from stepkeeper.slurm import allocation, resubmission
+from stepkeeper.slurm import launch, resubmission
 from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError
 from stepkeeper.slurm.launch import as_submitted
 
@@ -240,8 +240,8 @@ class SlurmCommands:
         self._call("scancel", job)
 
     def let_end(self, code: int) -> str:
-        """Have our own job end with a code, and not be held, where it has expedited requeue (`expedited.let_end`)."""
-        return allocation.let_end(code, os.environ, self._call)
+        """Have our own job end with a code, and not be held, where it has expedited requeue (`launch.let_end`)."""
+        return launch.let_end(code, os.environ, self._call)
 
     def _call(self, *argv: str, directory: str | None = None) -> str:
         """Run one command and return what it prints."""

@@ -16,7 +16,7 @@ from stepkeeper.cli import printing
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal, lines
-from stepkeeper_trainer.formats.interval import (
+from stepkeeper_trainer.coordinate.cadence import (
     Costs,
     FailureRate,
     best_interval_s,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stepkeeper_trainer.formats import collectives
-from stepkeeper_trainer.formats.decoding import DecodeError
+from stepkeeper_trainer.formats.plain import DecodeError
 
 WITHIN_S = 12.0  # for one that runs and does not answer
 POLL_S = 0.05

@@ -21,10 +21,9 @@ from stepkeeper.node_agent.core import events as agent
 from stepkeeper.node_agent.core import incidents
 from stepkeeper.node_agent.core.state import Incident, Policy, State
 from stepkeeper.node_agent.evaluate import Evaluation, concerns
-from stepkeeper.node_agent.sensors.evidence import ENDS_WITHIN_S, EvidenceReader, Roots, device_addresses
-from stepkeeper.node_agent.sensors.kernel_log import KernelLog, boot_id
-from stepkeeper.node_agent.sensors.nvml import NvmlProcess
-from stepkeeper.node_agent.sensors.readings import Evidence, KernelRecord, Reading
+from stepkeeper.node_agent.kernel import ENDS_WITHIN_S, EvidenceReader, KernelLog, Roots, boot_id, device_addresses
+from stepkeeper.node_agent.nvml import NvmlProcess
+from stepkeeper.node_agent.readings import Evidence, KernelRecord, Reading
 from stepkeeper.node_agent.xid.catalogue import Fault, load
 from stepkeeper.node_agent.xid.parse import canonical
 from stepkeeper.slurm.client import SlurmError

@@ -20,8 +20,8 @@ import msgspec
 
 from stepkeeper import __version__
 from stepkeeper.node_agent import protocol
-from stepkeeper.node_agent.client import AgentClient, AgentError, AgentGoneError, connect
-from stepkeeper.slurm.node_commands import NodeCommands
+from stepkeeper.node_agent.protocol import AgentClient, AgentError, AgentGoneError, connect
+from stepkeeper.slurm.nodes import NodeCommands
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.own_sensors import OwnGpus

@@ -13,12 +13,12 @@ from collections import Counter
 
 import msgspec
 
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.decide import decide
+from stepkeeper.node_agent.core.events import AskNodes, CheckNode, Effect, Resume, SetDrain
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Mode, Outcome, Policy, State
-from stepkeeper.slurm.nodes import NodeFacts
+from stepkeeper.slurm.client import NodeFacts
 from tests.node_agent.agent.story import fault
 
 ONE_NODE_S = 0.0003
@@ -92,9 +92,9 @@ class Crowd:
         if (due := due_at(decision.state)) is not None:
             self.put(max(due, event.at), agent, None)
 
-    def _perform(self, agent: int, at: float, effect: do.Effect) -> None:
+    def _perform(self, agent: int, at: float, effect: Effect) -> None:
         match effect:
-            case do.AskNodes():
+            case AskNodes():
                 cost_s = ONE_NODE_S if effect.alone else EACH_NODE_S * len(self.nodes)
                 if not effect.alone:
                     self.lists[int(at - T)] += 1
@@ -117,16 +117,16 @@ class Crowd:
                         error=error,
                     ),
                 )
-            case do.SetDrain():
+            case SetDrain():
                 done, error = self._serve(at, UPDATE_S)
                 self.drains += 1
                 self._change(agent, frozenset(("IDLE", "DRAIN")), effect.reason, float(int(done)))
                 self.put(done, agent, on.CallAnswered(at=done, call=effect.call, error=error))
-            case do.Resume():
+            case Resume():
                 done, error = self._serve(at, UPDATE_S)
                 self._change(agent, frozenset(("IDLE",)), "", None)
                 self.put(done, agent, on.CallAnswered(at=done, call=effect.call, error=error))
-            case do.CheckNode():
+            case CheckNode():
                 self.put(at + 1.0, agent, on.CallAnswered(at=at + 1.0, call=effect.call, error="GPU lost"))
             case _:
                 pass  # for the ledger, the jobs and the log

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.decide import decide
+from stepkeeper.node_agent.core.events import (
+    AskNodes,
+    CheckNode,
+    Effect,
+    ListJobs,
+    Reboot,
+    Record,
+    RecordDrain,
+    ResetGpus,
+    Resume,
+    SetDrain,
+)
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Incident, Mode, Policy, State
-from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.readings import NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Fault, Kind, Source
-from stepkeeper.slurm.nodes import NodeFacts
+from stepkeeper.slurm.client import NodeFacts
 
 replace = msgspec.structs.replace
 ACT = Policy(mode=Mode.ACT)
@@ -93,8 +104,8 @@ class Node:
         self.policy = policy
         since = 0.0 if nvml is NvmlState.READY else None
         self.state = State(node=name, boot_id=boot_id, gpus=((PCI, UUID),), nvml=nvml, nvml_since=since)
-        self.waiting: list[do.Effect] = []
-        self.done: list[do.Effect] = []
+        self.waiting: list[Effect] = []
+        self.done: list[Effect] = []
         self.ledger: dict[str, Incident] = {}
         self.fit = ""  # what the checks say
         self.tells = True  # the driver knows of recovery actions
@@ -111,11 +122,11 @@ class Node:
         self.state = decision.state
         for effect in decision.effects:
             self.done.append(effect)
-            if isinstance(effect, do.Record):
+            if isinstance(effect, Record):
                 self.ledger[effect.incident.id] = effect.incident
-            if isinstance(effect, (do.AskNodes, do.SetDrain, do.Resume, do.Reboot, do.ResetGpus, do.CheckNode)):
+            if isinstance(effect, (AskNodes, SetDrain, Resume, Reboot, ResetGpus, CheckNode)):
                 self.waiting.append(effect)
-            if isinstance(effect, do.ListJobs):
+            if isinstance(effect, ListJobs):
                 self.waiting.append(effect)
 
     def see(self, seen: Fault, at: float | None = None) -> None:
@@ -128,13 +139,13 @@ class Node:
         at = self.cluster.now = max(at, self.cluster.now)
         effect = self.waiting.pop(0)
         error = "slurmctld does not answer" if self.cluster.away else ""
-        self.cluster.calls += not isinstance(effect, (do.ListJobs, do.CheckNode, do.ResetGpus))
+        self.cluster.calls += not isinstance(effect, (ListJobs, CheckNode, ResetGpus))
         match effect:
-            case do.ListJobs():
+            case ListJobs():
                 uids = tuple(sorted({self.owners.get(job, 1000 + job) for job in self.jobs}))
                 uids = uids if all(uids) else ()
                 self.feed(on.JobsListed(at=at, incident=effect.incident, jobs=self.jobs, uids=uids))
-            case do.AskNodes():
+            case AskNodes():
                 nodes = tuple(
                     each for each in self.cluster.nodes.values() if not effect.alone or each.name == self.name
                 )
@@ -150,19 +161,19 @@ class Node:
                     error=error,
                 )
                 self.feed(answer)
-            case do.SetDrain():
+            case SetDrain():
                 if not error:
                     self.cluster.drain(self.name, effect.reason, at)
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
-            case do.Resume():
+            case Resume():
                 if not error:
                     self.cluster.resume(self.name)
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
-            case do.CheckNode():
+            case CheckNode():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=self.fit, looked=self._looked()))
-            case do.ResetGpus():
+            case ResetGpus():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=self.reset))
-            case do.Reboot():
+            case Reboot():
                 self.feed(on.CallAnswered(at=at, call=effect.call, error=error))
         return True
 
@@ -194,7 +205,7 @@ class Node:
         boot = boot_id or self.state.boot_id
         incidents = tuple(sorted(self.ledger.values(), key=lambda each: each.first_at))
         known = max((each.sequence for each in incidents if each.boot_id == boot), default=-1)
-        drains = [each.drain for each in self.done if isinstance(each, do.RecordDrain)]
+        drains = [each.drain for each in self.done if isinstance(each, RecordDrain)]
         self.state = State(
             node=self.name,
             boot_id=boot,
@@ -208,7 +219,7 @@ class Node:
         self.policy = policy or self.policy
         self.feed(on.Started(at=at))
 
-    def acts(self, kind: type[do.Effect]) -> list[do.Effect]:
+    def acts(self, kind: type[Effect]) -> list[Effect]:
         return [each for each in self.done if isinstance(each, kind)]
 
     @property

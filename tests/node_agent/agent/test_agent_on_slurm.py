@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.client import AgentClient
-from stepkeeper.node_agent.protocol import SOCKET_VARIABLE, Seen
+from stepkeeper.node_agent.protocol import SOCKET_VARIABLE, AgentClient, Seen
 from stepkeeper.node_agent.xid.catalogue import Action
 from stepkeeper.watcher.messages import Assignment, Faulted
 from stepkeeper.watcher.sensors import NodeSensors

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.node_agent import fitness
-from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent import ledger
 from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.events import Alarm, AskNodes, CheckNode, Reboot, ResetGpus, Resume, SetDrain
 from stepkeeper.node_agent.core.plan import due_at
 from stepkeeper.node_agent.core.state import Mode, Outcome, Policy
 from stepkeeper.node_agent.xid.catalogue import Action, Kind, Source
-from stepkeeper.slurm.nodes import REASON_PREFIX, NodeFacts
+from stepkeeper.slurm.client import REASON_PREFIX, NodeFacts
 from tests.node_agent.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
 
 T = 1_790_000_000.0
@@ -37,7 +37,7 @@ def test_a_certain_fault_waits_for_nothing(node: Node) -> None:
     while node.answer(T):
         pass
 
-    (drain,) = node.acts(do.SetDrain)
+    (drain,) = node.acts(SetDrain)
     assert node.cluster.held == {"a"}
     assert drain.reason == f"stepkeeper: XID 79 GPU {PCI} ({UUID}) drain_reboot: the rule of 79 [a.1790000000]"
 
@@ -114,7 +114,7 @@ def test_health_that_stays_bad_is_one_incident(node: Node) -> None:
         node.see(fault(None, T + 3600 * hour, source=Source.NVML))
 
     assert node.incident.count == 30
-    assert len(node.acts(do.SetDrain)) == 1
+    assert len(node.acts(SetDrain)) == 1
 
 
 # --- restarts -------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_restarted_agent_knows_the_records_that_it_has_seen(node: Node) -> Non
     node.settle(T + 90)
 
     assert node.incident.count == 1
-    assert len(node.acts(do.SetDrain)) == 1
+    assert len(node.acts(SetDrain)) == 1
 
 
 def test_the_numbers_of_another_boot_say_nothing(node: Node) -> None:
@@ -154,14 +154,14 @@ def test_a_drain_without_its_note_is_recognised(node: Node) -> None:
     """The agent died between Slurm's answer and the ledger."""
     node.see(fault(79, T, sequence=1, boot_id="boot-1"))
     node.answer(T)
-    while node.waiting and not isinstance(node.waiting[0], do.SetDrain):
+    while node.waiting and not isinstance(node.waiting[0], SetDrain):
         node.answer(T)
     effect = node.waiting[0]
     node.cluster.drain("a", effect.reason, T)
     node.restart(T + 5)
     node.settle(T + 5)
 
-    assert len(node.acts(do.SetDrain)) == 1
+    assert len(node.acts(SetDrain)) == 1
     assert node.incident.outcome is Outcome.DRAINED
     assert node.state.drain is not None
 
@@ -246,12 +246,12 @@ def test_a_call_that_is_never_answered_is_made_again(node: Node) -> None:
 
 def test_the_answer_to_a_call_that_was_given_up_counts_for_nothing(node: Node) -> None:
     node.see(fault(79, T))
-    asked = next(each for each in node.waiting if isinstance(each, do.AskNodes))
+    asked = next(each for each in node.waiting if isinstance(each, AskNodes))
     node.waiting.clear()
     node.feed(on.Tick(at=T + 121))
     node.feed(on.NodesAnswered(at=T + 121, call=asked.call, nodes=tuple(node.cluster.nodes.values())))
 
-    assert not node.acts(do.SetDrain)
+    assert not node.acts(SetDrain)
 
 
 # --- other people's drains ------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_bad_gpu_on_a_node_that_others_returned_is_drained(node: Node) -> None
     node.see(fault(79, T))
     node.settle(T + 1000)
     assert node.incident.outcome is Outcome.FOREIGN
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
     asked = node.cluster.calls
 
     node.cluster.resume("a")
@@ -346,7 +346,7 @@ def test_what_the_breaker_refused_is_drained_when_it_may_be(cluster: Cluster) ->
     node.see(fault(79, T))
     node.settle(T + 3600)
     assert node.incident.outcome is Outcome.REFUSED
-    assert len(node.acts(do.Alarm)) == 1
+    assert len(node.acts(Alarm)) == 1
 
     cluster.resume("b")
     node.restart(T + 3700)  # the watch outlives the agent
@@ -377,13 +377,13 @@ def test_a_node_that_somebody_returned_with_its_fault_is_not_drained_by_a_restar
         node.settle(T + 1000)
     node.cluster.resume("a")
     node.settle(T + 2000)
-    alarms = len(node.acts(do.Alarm))
+    alarms = len(node.acts(Alarm))
 
     node.restart(T + 3000)
     node.see(replace(lasts, at=T + 3001, action=Action.DRAIN_REBOOT))
     node.settle(T + 5000)
     assert not node.cluster.held
-    assert len(node.acts(do.Alarm)) == alarms + 1
+    assert len(node.acts(Alarm)) == alarms + 1
 
     node.see(replace(lasts, at=T + 6000, present_at_start=False))  # it was well in between
     node.settle(T + 6060)
@@ -401,7 +401,7 @@ def test_the_third_of_four_nodes_stays(cluster: Cluster) -> None:
 
     assert cluster.held == {"a", "b"}
     assert [node.incident.outcome for node in nodes[2:]] == [Outcome.REFUSED] * 2
-    assert all(node.acts(do.Alarm) for node in nodes[2:])
+    assert all(node.acts(Alarm) for node in nodes[2:])
 
 
 def test_of_agents_that_race_the_later_ones_give_back(cluster: Cluster) -> None:
@@ -491,12 +491,12 @@ def test_a_fault_after_a_reset_is_a_second_one_though_the_node_was_not_returned(
     node = Node(cluster, "a", replace(CURES, undrain=False))
     node.see(fault(48, T))
     node.settle(T + 200)
-    assert len(node.acts(do.ResetGpus)) == 1
+    assert len(node.acts(ResetGpus)) == 1
     node.see(fault(48, T + 300))
     node.settle(T + 3600)
 
     assert node.state.incidents[-1].action is Action.DRAIN_RMA
-    assert len(node.acts(do.ResetGpus)) == 1
+    assert len(node.acts(ResetGpus)) == 1
 
 
 def test_what_the_boot_before_said_long_ago_drains_nothing(cluster: Cluster) -> None:
@@ -550,9 +550,9 @@ def test_a_drain_that_slurm_did_not_hear_of_before_the_reboot_waits_for_the_chec
     node.restart(T + 600, boot_id="boot-2")
     node.settle(T + 1200)
 
-    assert node.acts(do.SetDrain)
-    assert not node.acts(do.Reboot)
-    assert node.acts(do.Resume)
+    assert node.acts(SetDrain)
+    assert not node.acts(Reboot)
+    assert node.acts(Resume)
     assert node.incident.outcome is Outcome.RESOLVED
 
 
@@ -595,10 +595,10 @@ def test_three_users_jobs_that_die_in_one_place_lead_to_a_check(node: Node) -> N
         node.see(fault(31, T + 3600 * index, place=PLACE))
         node.settle(T + 3600 * index + 60)
 
-    assert len(node.acts(do.CheckNode)) == 1
+    assert len(node.acts(CheckNode)) == 1
     assert not node.cluster.held
-    (alarm,) = node.acts(do.Alarm)
-    assert isinstance(alarm, do.Alarm)
+    (alarm,) = node.acts(Alarm)
+    assert isinstance(alarm, Alarm)
     assert f"3 faults (XID 31) at {PLACE} of this GPU in a day, over 3 jobs" in alarm.text
     assert "the GPU passed its check" in alarm.text
 
@@ -606,7 +606,7 @@ def test_three_users_jobs_that_die_in_one_place_lead_to_a_check(node: Node) -> N
         node.jobs = (index,)
         node.see(fault(31, T + 3600 * index, place=PLACE))
         node.settle(T + 3600 * index + 60)
-    assert len(node.acts(do.CheckNode)) == 1
+    assert len(node.acts(CheckNode)) == 1
 
 
 def test_a_gpu_that_fails_the_check_is_drained(node: Node) -> None:
@@ -622,8 +622,8 @@ def test_a_gpu_that_cannot_be_checked_is_named_and_stays(node: Node) -> None:
     _restarts(node, (1,), (2,), (3,))
 
     assert not node.cluster.held
-    (alarm,) = node.acts(do.Alarm)
-    assert isinstance(alarm, do.Alarm)
+    (alarm,) = node.acts(Alarm)
+    assert isinstance(alarm, Alarm)
     assert "the GPU cannot be checked" in alarm.text
 
 
@@ -632,7 +632,7 @@ def test_faults_all_over_the_gpu_are_the_programs(node: Node, places: tuple[str,
     """A null pointer faults wherever the program runs; older drivers do not say where."""
     _restarts(node, *((job,) for job in range(1, 10)), places=places)
 
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
 
 
 def test_faults_in_different_places_do_not_add_up(node: Node) -> None:
@@ -641,7 +641,7 @@ def test_faults_in_different_places_do_not_add_up(node: Node) -> None:
         node.see(fault(31, T + 3600 * index, place=f"GPC {index} TPC 0"))
         node.settle(T + 3600 * index + 60)
 
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
 
 
 def test_one_job_that_fails_again_and_again_blames_itself(node: Node) -> None:
@@ -668,7 +668,7 @@ def test_three_jobs_of_one_user_blame_their_program(node: Node) -> None:
     """Tasks of an array have job ids of their own, and one mistake in common."""
     node.owners = dict.fromkeys(range(1, 10), 1000)
     _restarts(node, *((job,) for job in range(1, 10)))
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
 
     node.owners = {}
     node.jobs = (10,)
@@ -699,7 +699,7 @@ def test_a_job_that_faults_on_all_its_gpus_blames_none_of_them(node: Node) -> No
         node.see(fault(31, at + 0.5, pci="0000:5e:00.0", place=PLACE))
         node.settle(at + 60)
 
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
 
 
 def test_43_never_counts_against_the_gpu(node: Node) -> None:
@@ -717,7 +717,7 @@ def test_a_reset_node_is_checked_and_returned(cluster: Cluster) -> None:
     node.settle(T + 200)
 
     kinds = [type(each) for each in node.done]
-    assert kinds.index(do.ResetGpus) < kinds.index(do.CheckNode) < kinds.index(do.Resume)
+    assert kinds.index(ResetGpus) < kinds.index(CheckNode) < kinds.index(Resume)
     assert cluster.held == set()
     assert node.incident.outcome is Outcome.RESOLVED
 
@@ -727,11 +727,11 @@ def test_no_remedy_touches_a_node_in_use(cluster: Cluster) -> None:
     cluster.nodes["a"] = replace(cluster.nodes["a"], states=frozenset(("MIXED",)))
     node.see(fault(48, T))
     node.settle(T + 5000)
-    assert not node.acts(do.ResetGpus)
+    assert not node.acts(ResetGpus)
 
     cluster.nodes["a"] = replace(cluster.nodes["a"], states=frozenset(("IDLE", "DRAIN")))
     node.settle(T + 5200)
-    assert node.acts(do.ResetGpus)
+    assert node.acts(ResetGpus)
 
 
 def test_a_reset_in_vain_is_followed_by_a_reboot(cluster: Cluster) -> None:
@@ -740,7 +740,7 @@ def test_a_reset_in_vain_is_followed_by_a_reboot(cluster: Cluster) -> None:
     node.see(fault(48, T))
     node.settle(T + 200)
 
-    assert node.acts(do.Reboot)
+    assert node.acts(Reboot)
     assert cluster.held == {"a"}
 
 
@@ -748,7 +748,7 @@ def test_nothing_is_mended_without_leave(node: Node) -> None:
     node.see(fault(48, T))
     node.settle(T + DAY)
 
-    assert not any(node.acts(kind) for kind in (do.ResetGpus, do.Reboot, do.Resume, do.CheckNode))
+    assert not any(node.acts(kind) for kind in (ResetGpus, Reboot, Resume, CheckNode))
 
 
 def test_after_a_reboot_the_drain_stays_until_the_checks_pass(cluster: Cluster) -> None:
@@ -773,7 +773,7 @@ def test_a_broken_gpu_is_never_returned_by_us(cluster: Cluster) -> None:
     node.settle(T + DAY)
 
     assert cluster.held == {"a"}
-    assert node.acts(do.CheckNode)
+    assert node.acts(CheckNode)
 
 
 def test_a_reason_with_our_prefix_is_not_enough(cluster: Cluster) -> None:
@@ -786,14 +786,14 @@ def test_a_reason_with_our_prefix_is_not_enough(cluster: Cluster) -> None:
     node.settle(T + 5000)
 
     assert cluster.nodes["a"].reason == f"{REASON_PREFIX} keep this one"
-    assert not node.acts(do.Resume)
+    assert not node.acts(Resume)
 
 
 def test_a_rebooted_node_that_slurm_returned_is_drained_anew_if_it_fails(cluster: Cluster) -> None:
     node = Node(cluster, "a", CURES)
     node.see(fault(79, T))
     node.settle(T + 200)
-    assert node.acts(do.Reboot)
+    assert node.acts(Reboot)
     cluster.resume("a")  # nextstate=RESUME
     node.fit = "7 of 8 GPUs are there"
     node.restart(T + 600, boot_id="boot-2")
@@ -840,7 +840,7 @@ def test_a_reason_is_one_plain_line(node: Node) -> None:
     node.see(fault(79, T))
     node.settle(T)
 
-    (drain,) = node.acts(do.SetDrain)
+    (drain,) = node.acts(SetDrain)
     assert drain.reason.isprintable()
     assert drain.reason.isascii()
     assert len(drain.reason) <= 240
@@ -851,7 +851,7 @@ def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> Non
     """All nodes are asked for only where Slurm told quickly of one."""
     node.see(fault(79, T))
     node.settle(T + 1)
-    asked = [each.alone for each in node.acts(do.AskNodes)]
+    asked = [each.alone for each in node.acts(AskNodes)]
     assert asked[:2] == [True, False]
     assert node.incident.outcome is Outcome.DRAINED
 
@@ -861,11 +861,11 @@ def test_a_fault_alone_is_counted_at_once_and_a_crowd_spreads(node: Node) -> Non
     for each in nodes:
         each.see(fault(79, T))
         each.settle(T + 1)
-    assert all(len(each.acts(do.AskNodes)) == 1 for each in nodes), "one look at the own node, and no more"
+    assert all(len(each.acts(AskNodes)) == 1 for each in nodes), "one look at the own node, and no more"
     assert not crowd.held
     counted = []
     for each in nodes:
-        assert fitness.verdict(each.state, T + 1, ACT).fit, "a prolog that failed now would drain past the breaker"
+        assert ledger.verdict(each.state, T + 1, ACT).fit, "a prolog that failed now would drain past the breaker"
         counted.append(due_at(each.state) - T)
         each.settle(T + 2 * ACT.crowd_spread)
     assert max(counted) <= 2.0 * ACT.crowd_spread + 1
@@ -902,9 +902,9 @@ def test_what_the_breaker_refused_costs_slurm_little_from_then_on(cluster: Clust
     node.see(fault(79, T))
     node.settle(T + 1)
     assert node.incident.outcome is Outcome.REFUSED
-    before = sum(not each.alone for each in node.acts(do.AskNodes))
+    before = sum(not each.alone for each in node.acts(AskNodes))
 
     node.settle(T + 4 * 3600)
 
-    all_nodes = sum(not each.alone for each in node.acts(do.AskNodes)) - before
+    all_nodes = sum(not each.alone for each in node.acts(AskNodes)) - before
     assert 2 <= all_nodes <= 6

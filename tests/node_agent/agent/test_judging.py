@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.evaluate import FRESH_S, Evaluation, concerns
-from stepkeeper.node_agent.sensors.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
+from stepkeeper.node_agent.readings import Gpu, GpuHealth, KernelRecord, NvmlState, NvmlStatus, NvmlXid, Reading
 from stepkeeper.node_agent.xid import catalogue
 from stepkeeper.node_agent.xid.catalogue import Action, Fault
 

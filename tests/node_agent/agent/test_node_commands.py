@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.node_commands import NodeCommands, expand, owners, parse_nodes, parse_owned_job, parse_pids
+from stepkeeper.slurm.nodes import NodeCommands, expand, owners, parse_nodes, parse_owned_job, parse_pids
 from tests.lab import USERS, Lab
 
 HEAD = (

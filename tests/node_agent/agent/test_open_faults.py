@@ -9,13 +9,25 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent import fitness
-from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent import ledger
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core import plan
+from stepkeeper.node_agent.core.events import (
+    Alarm,
+    AskNodes,
+    CheckNode,
+    Effect,
+    Reboot,
+    Record,
+    RecordDrain,
+    ResetGpus,
+    Resume,
+    SetDrain,
+    Tell,
+)
 from stepkeeper.node_agent.core.plan import due_at, left_alone
 from stepkeeper.node_agent.core.state import Mode, Outcome, Policy, State
-from stepkeeper.node_agent.sensors.readings import Gpu, NvmlState
+from stepkeeper.node_agent.readings import Gpu, NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Fault, Kind, Source
 from tests.node_agent.agent.story import ACT, PCI, UUID, Cluster, Node, fault, replace
 
@@ -42,11 +54,11 @@ def races(cluster: Cluster) -> Node:
     node = Node(cluster, "a")
     held, cluster.nodes = cluster.nodes, Cluster("a", "b", "c", "d").nodes  # it counted before they drained
     node.see(fault(79, T))
-    while not isinstance(node.waiting[0], do.SetDrain):
+    while not isinstance(node.waiting[0], SetDrain):
         node.answer(T)
     node.answer(T)
     cluster.nodes = {**held, "a": cluster.nodes["a"]}
-    while not node.acts(do.Resume):
+    while not node.acts(Resume):
         node.answer(T)
         if not node.waiting:
             node.feed(on.Tick(at=due_at(node.state) or T))
@@ -61,7 +73,7 @@ def test_a_take_back_whose_answer_is_lost_leaves_the_fault_open(cluster: Cluster
     """It took effect: nobody else returned the node, and its fault is watched until it may be drained."""
     node = races(cluster)
     resume = node.waiting.pop()
-    assert isinstance(resume, do.Resume)
+    assert isinstance(resume, Resume)
     cluster.resume("a")
     if killed:
         node.restart(T + 20)
@@ -82,7 +94,7 @@ def test_a_take_back_that_takes_effect_late_is_ours_too(cluster: Cluster) -> Non
     """When it does, the breaker has let us keep the drain: the agent drains the node again."""
     node = races(cluster)
     resume = node.waiting.pop()
-    assert isinstance(resume, do.Resume)
+    assert isinstance(resume, Resume)
     node.feed(on.CallAnswered(at=T + 12, call=resume.call, error="scontrol update: no answer in 10 s"))
     cluster.resume("b")
     node.settle(T + 60)
@@ -98,10 +110,10 @@ def test_a_return_after_the_checks_whose_answer_is_lost_is_the_checks_word(clust
     node = Node(cluster, "a", CURES)
     node.see(fault(48, T))
     node.settle(T + 10)
-    while not node.acts(do.Resume):
+    while not node.acts(Resume):
         assert node.answer(node.now) or node.feed(on.Tick(at=due_at(node.state) or T)) is None
     resume = node.waiting.pop()
-    assert isinstance(resume, do.Resume)
+    assert isinstance(resume, Resume)
     cluster.resume("a")
     node.restart(T + 200)
     node.settle(T + 1000)
@@ -115,7 +127,7 @@ def test_a_reboot_whose_answer_is_lost_is_followed_by_its_checks(cluster: Cluste
     node = Node(cluster, "a", CURES)
     node.see(fault(79, T))
     node.settle(T + 10)
-    while not node.acts(do.Reboot):
+    while not node.acts(Reboot):
         assert node.answer(node.now) or node.feed(on.Tick(at=due_at(node.state) or T)) is None
     node.waiting.clear()
     cluster.resume("a")
@@ -131,7 +143,7 @@ def test_a_reboot_that_a_person_called_off_is_not_waited_for(cluster: Cluster) -
     node = Node(cluster, "a", CURES)
     node.see(fault(79, T))
     node.settle(T + 200)
-    assert node.acts(do.Reboot)
+    assert node.acts(Reboot)
     cluster.nodes["a"] = replace(cluster.nodes["a"], states=frozenset(("IDLE", "REBOOT_REQUESTED")))
     node.settle(T + 1000)
     assert node.state.drain is not None
@@ -161,7 +173,7 @@ def test_a_drain_without_its_incidents_note_is_asked_for_anew(cluster: Cluster) 
     node = Node(cluster, "a")
     node.see(fault(79, T))
     node.settle(T + 10)
-    node.done.append(do.RecordDrain(drain=None))
+    node.done.append(RecordDrain(drain=None))
     cluster.resume("a")
     node.restart(T + 20)
     node.settle(T + 100)
@@ -248,7 +260,7 @@ def test_the_breaker_keeps_what_no_check_can_end_and_says_it_once(cluster: Clust
     node.see(fault(48, T))
     node.settle(T + 7200)
     assert node.incident.outcome is Outcome.REFUSED
-    assert len(node.acts(do.Alarm)) == 1
+    assert len(node.acts(Alarm)) == 1
 
     cluster.resume("b")
     node.settle(T + 8000)
@@ -265,20 +277,20 @@ def test_the_breaker_is_asked_with_all_nodes_and_only_once_nobody_holds_the_node
     node.settle(T + 60)
     assert node.incident.outcome is Outcome.REFUSED
     cluster.drain("a", "fan", T + 60)
-    asked = len(node.acts(do.AskNodes))
+    asked = len(node.acts(AskNodes))
     node.settle(T + 2 * 3600)
-    while_held = node.acts(do.AskNodes)[asked:]
+    while_held = node.acts(AskNodes)[asked:]
     assert all(each.alone for each in while_held)
     assert len(while_held) > 5, "every five minutes, once the first hour is over"
 
     cluster.resume("a")
-    recorded = len(node.acts(do.Record))
+    recorded = len(node.acts(Record))
     node.settle(T + 5 * 3600)
 
-    lists = [each for each in node.acts(do.AskNodes)[asked:] if not each.alone]
+    lists = [each for each in node.acts(AskNodes)[asked:] if not each.alone]
     assert 2 <= len(lists) <= 5
     assert node.incident.outcome is Outcome.REFUSED
-    assert len(node.acts(do.Record)) == recorded, "no drain was wanted meanwhile"
+    assert len(node.acts(Record)) == recorded, "no drain was wanted meanwhile"
     assert cluster.held == {"b", "c"}
 
 
@@ -291,10 +303,10 @@ def test_a_refused_fault_spreads_its_list_of_all_nodes_where_slurm_is_slow(clust
     node.see(fault(79, T))
     node.settle(T + 60)
     cluster.slow_s = 2.0
-    asked = len(node.acts(do.AskNodes))
+    asked = len(node.acts(AskNodes))
     node.restart(T + 100)
     node.answer(T + 100)
-    (first,) = node.acts(do.AskNodes)[asked:]
+    (first,) = node.acts(AskNodes)[asked:]
     assert first.alone
     due = due_at(node.state)
     assert due is not None
@@ -302,7 +314,7 @@ def test_a_refused_fault_spreads_its_list_of_all_nodes_where_slurm_is_slow(clust
 
     node.settle(due)
 
-    assert [each.alone for each in node.acts(do.AskNodes)[asked:]] == [True, False]
+    assert [each.alone for each in node.acts(AskNodes)[asked:]] == [True, False]
 
 
 def test_nobody_counts_all_nodes_for_a_fault_that_is_over(cluster: Cluster) -> None:
@@ -317,13 +329,13 @@ def test_nobody_counts_all_nodes_for_a_fault_that_is_over(cluster: Cluster) -> N
     node.answer(T + 100)
     node.feed(on.GpusReset(at=T + 105, why="the driver was loaded anew"))
     assert node.incident.outcome is Outcome.PASSED
-    asked = len(node.acts(do.AskNodes))
+    asked = len(node.acts(AskNodes))
     node.see(fault(79, T + 500))
 
     while node.answer(T + 500):
         pass
 
-    (first,) = node.acts(do.AskNodes)[asked:]
+    (first,) = node.acts(AskNodes)[asked:]
     assert first.alone, "the next fault asks about the own node first again"
 
 
@@ -353,12 +365,12 @@ def test_nothing_is_drained_inside_a_reservation_for_maintenance(node: Node) -> 
     node.see(fault(None, T, source=Source.NVML, kind=Kind.LOST, pci=None, action=Action.DRAIN_REBOOT))
     node.settle(T + 3600)
     assert node.incident.outcome is Outcome.FOREIGN
-    assert not node.acts(do.CheckNode)
+    assert not node.acts(CheckNode)
 
     node.cluster.resume("a")
     node.settle(T + 2 * 3600)
     assert node.incident.outcome is Outcome.PASSED
-    assert not node.acts(do.SetDrain)
+    assert not node.acts(SetDrain)
 
 
 def test_a_fault_that_outlasts_the_maintenance_is_drained(node: Node) -> None:
@@ -380,11 +392,11 @@ def test_no_remedy_touches_a_node_in_maintenance(cluster: Cluster) -> None:
     held = cluster.nodes["a"]
     cluster.nodes["a"] = replace(held, states=held.states | {"MAINTENANCE", "RESERVED"})
     node.settle(T + 3600)
-    assert not node.acts(do.ResetGpus)
+    assert not node.acts(ResetGpus)
 
     cluster.nodes["a"] = held
     node.settle(T + 7200)
-    assert node.acts(do.ResetGpus)
+    assert node.acts(ResetGpus)
 
 
 # --- one witness ----------------------------------------------------------------------------------
@@ -404,9 +416,9 @@ def test_what_only_the_kernel_log_says_is_doubted_where_nvml_finds_the_gpu_well(
 
     assert seeing.incident.outcome is Outcome.DOUBTED
     assert not seeing.cluster.calls
-    assert not seeing.acts(do.Tell)  # no job leaves the node for it
-    (alarm,) = seeing.acts(do.Alarm)
-    assert isinstance(alarm, do.Alarm)
+    assert not seeing.acts(Tell)  # no job leaves the node for it
+    (alarm,) = seeing.acts(Alarm)
+    assert isinstance(alarm, Alarm)
     assert "net.netfilter.nf_log_all_netns" in alarm.text
 
 
@@ -427,11 +439,11 @@ def test_a_look_does_not_wait_until_slurm_may_be_asked(seeing: Node) -> None:
     while seeing.answer(T + 11):
         pass
 
-    told = {each.incident.pci for each in seeing.acts(do.Tell)}
+    told = {each.incident.pci for each in seeing.acts(Tell)}
     assert told == {PCI, second}
     assert due_at(seeing.state) == turn
-    assert fitness.verdict(seeing.state, T + 11, seeing.policy).fit
-    assert len(seeing.acts(do.AskNodes)) == 1
+    assert ledger.verdict(seeing.state, T + 11, seeing.policy).fit
+    assert len(seeing.acts(AskNodes)) == 1
     seeing.settle(turn + 10)
     assert seeing.cluster.held == {"a"}
 
@@ -441,7 +453,7 @@ def test_an_event_of_nvml_agrees_and_no_look_is_waited_for(seeing: Node, first: 
     second = Source.NVML if first is Source.KERNEL else Source.KERNEL
     seeing.see(fault(79, T, source=first))
     seeing.see(fault(79, T + 0.005, source=second))
-    seeing.waiting = [each for each in seeing.waiting if not isinstance(each, do.CheckNode)]  # it hangs
+    seeing.waiting = [each for each in seeing.waiting if not isinstance(each, CheckNode)]  # it hangs
     while seeing.answer(T + 0.01):
         pass
 
@@ -469,7 +481,7 @@ def test_a_gpu_that_nvml_does_not_find_well_is_drained(seeing: Node, how: str) -
     seeing.settle(T + 60)
 
     assert seeing.cluster.held == {"a"}
-    assert seeing.acts(do.Tell)
+    assert seeing.acts(Tell)
 
 
 @pytest.mark.parametrize("code", [48, 79])
@@ -566,8 +578,8 @@ class World:
         self.known = False  # a person has returned the node, knowing of the fault
         self.records: list[Fault] = []  # of this boot, in the kernel log
         self.boot = 1
-        self.late: list[do.Effect] = []  # what the controller has not got to yet
-        self.lines: list[do.Effect] = []  # of the ledger, in order
+        self.late: list[Effect] = []  # what the controller has not got to yet
+        self.lines: list[Effect] = []  # of the ledger, in order
         self.durable = 0  # so many of them are on the disk in any case
         self.noted = 0
 
@@ -585,7 +597,7 @@ class World:
 
     def note(self) -> None:
         """Take over what the agent has given to the ledger's thread."""
-        new = [each for each in self.node.done[self.noted :] if isinstance(each, (do.Record, do.RecordDrain))]
+        new = [each for each in self.node.done[self.noted :] if isinstance(each, (Record, RecordDrain))]
         self.lines += new
         self.noted = len(self.node.done)
 
@@ -598,11 +610,11 @@ class World:
         if not node.waiting:
             return False
         effect = node.waiting[0]
-        acts = isinstance(effect, (do.SetDrain, do.Resume, do.Reboot))
-        if isinstance(effect, (do.Resume, do.Reboot)):
+        acts = isinstance(effect, (SetDrain, Resume, Reboot))
+        if isinstance(effect, (Resume, Reboot)):
             self.durable = len(self.lines)  # it waits for its note
         if not acts or how == "well":
-            if isinstance(effect, do.ResetGpus):
+            if isinstance(effect, ResetGpus):
                 self.bad = False
             node.answer(node.now)
             return True
@@ -614,10 +626,10 @@ class World:
         node.feed(on.CallAnswered(at=node.now + 10.0, call=effect.call, error="no answer in 10 s"))
         return True
 
-    def perform(self, effect: do.Effect) -> None:
-        if isinstance(effect, do.SetDrain):
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, SetDrain):
             self.cluster.drain("a", effect.reason, self.now)
-        elif isinstance(effect, do.Resume):
+        elif isinstance(effect, Resume):
             self.cluster.resume("a")
         else:
             self.reboot()
@@ -633,8 +645,8 @@ class World:
         """SIGKILL: the newest lines of the ledger may be lost, and what was asked for may be done all the same."""
         self.note()
         effect = next(iter(self.node.waiting), None)
-        if acted and isinstance(effect, (do.SetDrain, do.Resume, do.Reboot)):
-            if not isinstance(effect, do.SetDrain):
+        if acted and isinstance(effect, (SetDrain, Resume, Reboot)):
+            if not isinstance(effect, SetDrain):
                 self.durable = len(self.lines)
             self.perform(effect)
         self.lines = self.lines[: max(self.durable, len(self.lines) - lost)]
@@ -644,8 +656,8 @@ class World:
         """Start an agent from what the ledger holds; it reads the kernel log from behind what it knows."""
         node = self.node
         node.waiting.clear()
-        incidents = {each.incident.id: each.incident for each in self.lines if isinstance(each, do.Record)}
-        drains = [each.drain for each in self.lines if isinstance(each, do.RecordDrain)]
+        incidents = {each.incident.id: each.incident for each in self.lines if isinstance(each, Record)}
+        drains = [each.drain for each in self.lines if isinstance(each, RecordDrain)]
         boot = f"boot-{self.boot}"
         node.state = State(
             node="a",

@@ -17,14 +17,14 @@ import structlog
 
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.loop_tools import Clock
-from stepkeeper.node_agent import acts, config, fitness, ledger, service
+from stepkeeper.node_agent import config, ledger, runtime
 from stepkeeper.node_agent.agent import Agent
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.events import AskNodes, CheckNode, ListJobs, ResetGpus, SetDrain
 from stepkeeper.node_agent.core.state import Drain, Incident, Mode, Outcome, Policy, Repair, State
-from stepkeeper.node_agent.sensors.kernel_log import KernelLog
-from stepkeeper.node_agent.sensors.readings import KernelRecord
-from stepkeeper.node_agent.service import Systemd
+from stepkeeper.node_agent.kernel import KernelLog
+from stepkeeper.node_agent.readings import KernelRecord
+from stepkeeper.node_agent.runtime import Systemd
 from stepkeeper.node_agent.xid import catalogue
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind
 
@@ -274,7 +274,7 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book.append(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
-    writer = fitness.VerdictWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer = ledger.VerdictWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
@@ -308,8 +308,8 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
 # --- verdict --------------------------------------------------------------------------------------
 
 
-def judged(*incidents: Incident, policy: Policy = ACT, drain: Drain | None = None) -> fitness.Verdict:
-    return fitness.verdict(State(node="a", boot_id="b1", incidents=incidents, drain=drain), T, policy)
+def judged(*incidents: Incident, policy: Policy = ACT, drain: Drain | None = None) -> ledger.Verdict:
+    return ledger.verdict(State(node="a", boot_id="b1", incidents=incidents, drain=drain), T, policy)
 
 
 def test_a_node_is_unfit_from_the_decision_on() -> None:
@@ -388,17 +388,17 @@ class BrokenClient:
 @pytest.mark.parametrize(
     ("ask", "effect"),
     [
-        ("list_jobs", do.ListJobs(incident="i")),
-        ("ask_nodes", do.AskNodes(call=3)),
-        ("drain", do.SetDrain(call=3, reason="r")),
-        ("check_node", do.CheckNode(call=3)),
-        ("reset_gpus", do.ResetGpus(call=3, pcis=())),
+        ("list_jobs", ListJobs(incident="i")),
+        ("ask_nodes", AskNodes(call=3)),
+        ("drain", SetDrain(call=3, reason="r")),
+        ("check_node", CheckNode(call=3)),
+        ("reset_gpus", ResetGpus(call=3, pcis=())),
     ],
 )
 def test_a_call_that_nobody_has_foreseen_to_fail_is_reported_and_answered(ask: str, effect: object) -> None:
     reported: list[str] = []
-    inbox = service.Inbox(Clock(), lambda _part, _error, trace: reported.append(trace))
-    made = acts.Acts(
+    inbox = runtime.Inbox(Clock(), lambda _part, _error, trace: reported.append(trace))
+    made = runtime.Acts(
         "n1", BrokenClient(), inbox, check=broken, reset=broken, noted=lambda: "", mistaken=lambda _: ""
     )  # fmt: skip
 
@@ -429,11 +429,11 @@ def test_a_sensor_that_fails_says_so_instead_of_ending_in_silence(tmp_path: Path
 
 def test_a_verdict_that_cannot_be_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
     failed: queue.Queue[BaseException] = queue.Queue()
-    writer = fitness.VerdictWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
+    writer = ledger.VerdictWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
 
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failed.get(timeout=WITHIN_S), TypeError)
-    writer.show(fitness.verdict(State(node="n1", boot_id="b"), T, ACT))
+    writer.show(ledger.verdict(State(node="n1", boot_id="b"), T, ACT))
 
     until = time.monotonic() + WITHIN_S
     while not (tmp_path / "verdict.json").exists() and time.monotonic() < until:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.core import effects as do
+from stepkeeper.node_agent.core.events import Record, Resume, SetDrain
 from stepkeeper.node_agent.core.plan import due_at, limit
 from stepkeeper.node_agent.core.state import Mode, Policy
 from stepkeeper.node_agent.xid.catalogue import Action, Source
@@ -51,7 +51,7 @@ def test_faults_of_one_program_never_drain(history):
 
     play(node, history)
 
-    assert not node.acts(do.SetDrain)
+    assert not node.acts(SetDrain)
     assert node.cluster.calls == 0
 
 
@@ -63,7 +63,7 @@ def test_an_action_is_never_lowered(history):
 
     play(node, history)
 
-    for effect in node.acts(do.Record):
+    for effect in node.acts(Record):
         incident = effect.incident
         before = highest.get(incident.id, Action.LOG)
         assert incident.action.severity >= before.severity
@@ -128,8 +128,8 @@ def test_a_foreign_drain_is_never_touched(history, reason):
 
     play(node, history)
 
-    assert not node.acts(do.SetDrain)
-    assert not node.acts(do.Resume)
+    assert not node.acts(SetDrain)
+    assert not node.acts(Resume)
     assert cluster.nodes["a"].reason == reason
 
 

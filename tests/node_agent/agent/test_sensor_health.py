@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepkeeper.node_agent.evaluate import SensorHealth
-from stepkeeper.node_agent.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus
+from stepkeeper.node_agent.readings import Evidence, GpuHealth, NvmlState, NvmlStatus
 
 T = 1_790_000_000.0
 

@@ -15,9 +15,9 @@ from stepkeeper.doctor.site import Level, users_log
 from stepkeeper.node_agent import setup
 from stepkeeper.node_agent.config import Limits, NodeConfig, Test
 from stepkeeper.node_agent.core.state import Mode
-from stepkeeper.node_agent.sensors.evidence import Roots
-from stepkeeper.node_agent.sensors.readings import Gpu, NvmlState, NvmlStatus
-from stepkeeper.slurm.nodes import NodeFacts
+from stepkeeper.node_agent.kernel import Roots
+from stepkeeper.node_agent.readings import Gpu, NvmlState, NvmlStatus
+from stepkeeper.slurm.client import NodeFacts
 from tests.lab import Lab
 from tests.lab.agents import Agents
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from stepkeeper.node_agent.sensors.readings import Reading
+from stepkeeper.node_agent.readings import Reading
 from tests.fake_nvml import wait_until
 
 T = TypeVar("T", bound=Reading)

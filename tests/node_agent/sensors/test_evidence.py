@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from stepkeeper.node_agent.sensors.evidence import EvidenceReader, Roots, gpu_addresses, news, read
-from stepkeeper.node_agent.sensors.readings import Evidence
+from stepkeeper.node_agent.kernel import EvidenceReader, Roots, gpu_addresses, news, read_counters
+from stepkeeper.node_agent.readings import Evidence
 from tests.node_agent.sensors.collect import Collected
 
 GPU = "0000:3b:00.0"
@@ -50,7 +50,7 @@ def by_what(found: tuple[Evidence, ...]) -> dict[str, Evidence]:
 def test_everything_that_a_node_tells_is_read(tmp_path: Path) -> None:
     roots = node(tmp_path)
     assert gpu_addresses(roots) == (GPU,)
-    found = by_what(read(roots))
+    found = by_what(read_counters(roots))
     assert found["aer"].where == GPU
     assert found["aer"].values == {"correctable": 3, "fatal": 0}
     assert found["infiniband"].where == "mlx5_0/1"
@@ -61,7 +61,7 @@ def test_everything_that_a_node_tells_is_read(tmp_path: Path) -> None:
 
 
 def test_a_node_that_tells_nothing_is_fine(tmp_path: Path) -> None:
-    assert read(Roots(sys=tmp_path / "sys", proc=tmp_path / "proc", disks=(str(tmp_path / "none"),))) == ()
+    assert read_counters(Roots(sys=tmp_path / "sys", proc=tmp_path / "proc", disks=(str(tmp_path / "none"),))) == ()
 
 
 def test_torn_and_strange_files_are_left_out(tmp_path: Path) -> None:
@@ -76,14 +76,14 @@ def test_torn_and_strange_files_are_left_out(tmp_path: Path) -> None:
             "proc/pressure/memory": "some avg10=x\n",
         },
     )
-    found = by_what(read(roots))
+    found = by_what(read_counters(roots))
     assert set(found) == {"memory_pressure", "disk"}
     assert found["memory_pressure"].values == {"some": 0.0}
 
 
 def test_only_what_became_worse_is_news(tmp_path: Path) -> None:
     roots = node(tmp_path)
-    before = read(roots)
+    before = read_counters(roots)
     assert news((), before) == ()  # counters of the past say nothing
     assert news(before, before) == ()
     write(
@@ -95,7 +95,7 @@ def test_only_what_became_worse_is_news(tmp_path: Path) -> None:
             "proc/pressure/memory": "some avg10=40.00 total=1\n",
         },
     )
-    after = read(roots)
+    after = read_counters(roots)
     found = by_what(news(before, after))
     assert "correctable grew by 7" in found["aer"].text
     assert "the link went down, link_downed grew by 1" in found["infiniband"].text

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.sensors.kernel_log import UNKNOWN_SEQUENCE, parse, previous_boot
-from stepkeeper.node_agent.sensors.readings import KernelRecord
+from stepkeeper.node_agent.kernel import UNKNOWN_SEQUENCE, parse_journal, previous_boot
+from stepkeeper.node_agent.readings import KernelRecord
 from tests.node_agent.sensors.collect import Collected
 
 LOST = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
@@ -57,8 +57,8 @@ def test_records_of_the_kernel_are_handed_over_with_the_id_of_their_boot(tmp_pat
     ],
 )
 def test_what_user_space_wrote_is_not_believed(line: str) -> None:
-    assert parse(line.encode()) is None
-    assert parse(entry(LOST).encode()) is not None
+    assert parse_journal(line.encode()) is None
+    assert parse_journal(entry(LOST).encode()) is not None
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_what_user_space_wrote_is_not_believed(line: str) -> None:
     [b"", b"{}", b"[]", b"1", b'"x"', b"{", b"\xff", entry(None).encode(), entry([300]).encode(), b"[" * 100_000],
 )
 def test_what_is_no_entry_is_none(line: bytes) -> None:
-    assert parse(line) is None
+    assert parse_journal(line) is None
 
 
 def test_a_message_that_is_not_utf8_comes_as_bytes() -> None:
-    record = parse(entry(list(b"NVRM \xff")).encode())
+    record = parse_journal(entry(list(b"NVRM \xff")).encode())
     assert record is not None
     assert record.text == "NVRM \ufffd"
 

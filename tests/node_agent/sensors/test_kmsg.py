@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.sensors.kernel_log import (
+from stepkeeper.node_agent.kernel import (
     DEVICE,
     KernelLog,
     Position,
@@ -23,7 +23,7 @@ from stepkeeper.node_agent.sensors.kernel_log import (
     unescape,
     users_may_write,
 )
-from stepkeeper.node_agent.sensors.readings import Evidence, KernelGap, KernelRecord
+from stepkeeper.node_agent.readings import Evidence, KernelGap, KernelRecord
 from tests.fake_kmsg import FakeKmsg
 from tests.fake_nvml import wait_until
 from tests.node_agent.sensors.collect import Collected

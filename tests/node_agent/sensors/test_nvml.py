@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.sensors.nvml import NvmlProcess, Patience, once
-from stepkeeper.node_agent.sensors.nvml_child import addresses_of_silent
-from stepkeeper.node_agent.sensors.readings import Evidence, GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node_agent.nvml import NvmlProcess, Patience, once
+from stepkeeper.node_agent.nvml_child import addresses_of_silent
+from stepkeeper.node_agent.readings import Evidence, GpuHealth, NvmlState, NvmlStatus, NvmlXid
 from stepkeeper.node_agent.xid.catalogue import Action, packaged
 from stepkeeper.node_agent.xid.judge import judge_health
 from stepkeeper.watcher.kernel import state_of
@@ -449,7 +449,7 @@ def test_a_killed_child_is_told_and_started_again(nvml: FakeNvml, start: Start) 
 
 def test_the_child_ends_when_its_parent_is_killed(nvml: FakeNvml) -> None:
     script = (
-        "import time\nfrom stepkeeper.node_agent.sensors.nvml import NvmlProcess\n"
+        "import time\nfrom stepkeeper.node_agent.nvml import NvmlProcess\n"
         "process = NvmlProcess(lambda reading: None, on_failure=print)\nprocess.start()\n"
         "while process.pid is None: time.sleep(0.01)\nprint(process.pid, flush=True)\ntime.sleep(1000)\n"
     )

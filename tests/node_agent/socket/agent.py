@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 import structlog
 
+from stepkeeper.node_agent.connections import Limits
 from stepkeeper.node_agent.protocol import Seen
-from stepkeeper.node_agent.socket.connections import Limits
-from stepkeeper.node_agent.socket.requests import LookRequest
-from stepkeeper.node_agent.socket.server import AgentSocket
-from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+from stepkeeper.node_agent.requests import LookRequest
+from stepkeeper.node_agent.server import AgentSocket
+from stepkeeper.slurm.client import NodeFacts, OwnedJob, SlurmError
 
 NODE = "n1"
 FOUND = 1

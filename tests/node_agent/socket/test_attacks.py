@@ -17,8 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.client import AgentClient, AgentError
-from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX
+from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, AgentClient, AgentError
 from tests.node_agent.socket.people import (
     GAMES,
     NEWS,

@@ -20,8 +20,7 @@ from stepkeeper.node_agent.expedite_requeue import (
     RequeueRequest,
     judge_request,
 )
-from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeFacts, OwnedJob
+from stepkeeper.slurm.client import NodeFacts, OwnedJob, SlurmError
 from tests.node_agent.socket.people import until
 
 WISH = RequeueRequest(job_id=7, uid=5, restart_count=1, exclude=("n1", "n2"))

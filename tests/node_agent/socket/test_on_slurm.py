@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import structlog
 
-from stepkeeper.node_agent.client import AgentClient
 from stepkeeper.node_agent.expedite_requeue import Next, Progress, RequeueRequest, judge_request
-from stepkeeper.node_agent.socket.server import AgentSocket
-from stepkeeper.slurm.node_commands import NodeCommands
-from stepkeeper.slurm.nodes import OwnedJob
+from stepkeeper.node_agent.protocol import AgentClient
+from stepkeeper.node_agent.server import AgentSocket
+from stepkeeper.slurm.client import OwnedJob
+from stepkeeper.slurm.nodes import NodeCommands
 from tests.lab import Lab
 from tests.lab.cluster import PATH
 from tests.lab.site import supervisor_python
@@ -25,7 +25,7 @@ SLURMS_OWN_WAIT_S = 30.0  # of 120 s: some of it is over when the job has left C
 
 ASKER = textwrap.dedent("""\
     import json, os, sys, time
-    from stepkeeper.node_agent.client import AgentClient, AgentRefusedError
+    from stepkeeper.node_agent.protocol import AgentClient, AgentRefusedError
 
     job, restart = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 

@@ -8,8 +8,7 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.socket.connections import BoundedLog, Bucket, Buckets, JoinedJobs, Limits
-from stepkeeper.node_agent.socket.peers import Membership, parse_cgroup
+from stepkeeper.node_agent.connections import BoundedLog, Bucket, Buckets, JoinedJobs, Limits, Membership, parse_cgroup
 
 GENERATE = (Phase.explicit, Phase.generate)
 
@@ -125,7 +124,7 @@ def test_no_user_pushes_out_or_speaks_for_the_jobs_of_another(joins: list[tuple[
 
 def test_the_client_is_light_to_import() -> None:
     script = (
-        "import sys; from stepkeeper.node_agent import client; "
+        "import sys; from stepkeeper.node_agent import protocol; "
         "rss = int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1]); "
         "print(rss, *[m for m in ('structlog', 'subprocess', 'asyncio', 'stepkeeper.slurm') if m in sys.modules])"
     )

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node_agent.socket import peers
-from stepkeeper.node_agent.socket.peers import Membership
+from stepkeeper.node_agent.connections import Credentials, Membership, credentials, job_of, parse_cgroup
 from tests.lab import processes
 from tests.node_agent.socket.people import GAMES, NEWS, Person, needs_root, raw, until
 
@@ -65,9 +64,9 @@ def _sit(path: str) -> None:
         time.sleep(200)
 
 
-def _accepted(listener: socket.socket) -> tuple[socket.socket, peers.Credentials]:
+def _accepted(listener: socket.socket) -> tuple[socket.socket, Credentials]:
     sock, _ = listener.accept()
-    return sock, peers.credentials(sock)
+    return sock, credentials(sock)
 
 
 def _person_in(step: Path, uid: int, work: Callable[..., Any], *arguments: Any) -> Person:
@@ -86,10 +85,10 @@ def test_a_process_in_a_step_is_its_jobs(group: Path, listener: socket.socket) -
     sock, peer = _accepted(listener)
 
     assert (peer.pid, peer.uid) == (person.pid, GAMES)
-    assert peers.job_of(sock, peer) == _member(group)
+    assert job_of(sock, peer) == _member(group)
 
     person.end()
-    assert peers.job_of(sock, peer) is None, "it has ended: nobody is left to ask about"
+    assert job_of(sock, peer) is None, "it has ended: nobody is left to ask about"
     sock.close()
 
 
@@ -97,7 +96,7 @@ def test_a_process_outside_of_every_step_is_no_jobs(listener: socket.socket) -> 
     person = Person(GAMES, _sit, listener.getsockname())
     sock, peer = _accepted(listener)
 
-    assert peers.job_of(sock, peer) is None
+    assert job_of(sock, peer) is None
     person.end()
     sock.close()
 
@@ -107,7 +106,7 @@ def test_another_users_process_in_a_step_does_not_speak_for_the_job(group: Path,
     person = _person_in(group, NEWS, _sit, listener.getsockname())
     sock, peer = _accepted(listener)
 
-    assert peers.job_of(sock, peer) is None
+    assert job_of(sock, peer) is None
     person.end()
     sock.close()
 
@@ -135,9 +134,9 @@ def test_a_process_that_was_given_the_number_of_a_peer_is_not_taken_for_it(
     else:
         pytest.skip(f"others took the number {TRIES} times")
     (group / "cgroup.procs").write_text(str(heir.pid))
-    assert peers.parse_cgroup(Path(f"/proc/{peer.pid}/cgroup").read_text()) == _member(group)
+    assert parse_cgroup(Path(f"/proc/{peer.pid}/cgroup").read_text()) == _member(group)
 
-    assert peers.job_of(sock, peer) is None
+    assert job_of(sock, peer) is None
 
     heir.end()
     sock.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.client import AgentAbsentError, AgentClient, AgentUntrustedError
-from stepkeeper.node_agent.socket.place import Place, PlaceError
+from stepkeeper.node_agent.protocol import AgentAbsentError, AgentClient, AgentUntrustedError
+from stepkeeper.node_agent.server import Place, PlaceError
 from tests.node_agent.socket.people import NEWS, Person, by, needs_root, until
 
 pytestmark = needs_root

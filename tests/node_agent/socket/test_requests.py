@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from stepkeeper.node_agent.client import AgentClient, AgentError, AgentRefusedError, connect
-from stepkeeper.node_agent.protocol import SOCKET_VARIABLE, ExpediteRequeue, Refused, Seen, encode
+from stepkeeper.node_agent.protocol import (
+    SOCKET_VARIABLE,
+    AgentClient,
+    AgentError,
+    AgentRefusedError,
+    ExpediteRequeue,
+    Refused,
+    Seen,
+    connect,
+    encode,
+)
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.sensors import NodeSensors
 from tests.node_agent.socket.people import (

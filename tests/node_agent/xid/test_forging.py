@@ -12,8 +12,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.xid.logfile import record_of, scan
-from stepkeeper.node_agent.xid.parse import announcement, driver_loaded, parse
+from stepkeeper.node_agent.xid.parse import announcement, driver_loaded, parse, record_of, scan
 
 SETTINGS = settings(max_examples=60, phases=(Phase.explicit, Phase.generate), deadline=None)
 COMM_BYTES = 15

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.sensors.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node_agent.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
 from stepkeeper.node_agent.xid import judge as xid_judge
 from stepkeeper.node_agent.xid import payload
 from stepkeeper.node_agent.xid.catalogue import (

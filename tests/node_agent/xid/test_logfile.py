@@ -10,9 +10,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stepkeeper.node_agent.xid import logfile
+from stepkeeper.node_agent.xid import parse as logfile
 from stepkeeper.node_agent.xid.catalogue import Kind
-from stepkeeper.node_agent.xid.logfile import CHUNK_BYTES, LINE_BYTES_MAX, Sighting, record_of, scan
+from stepkeeper.node_agent.xid.parse import CHUNK_BYTES, LINE_BYTES_MAX, Sighting, record_of, scan
 from tests.node_agent.xid import samples
 
 QUICKLY = settings(max_examples=150, phases=(Phase.explicit, Phase.generate), deadline=None)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from stepkeeper.node_agent.xid.catalogue import TEXT_CHARACTERS_MAX, Kind, Source, packaged
 from stepkeeper.node_agent.xid.judge import judge
-from stepkeeper.node_agent.xid.logfile import record_of
 from stepkeeper.node_agent.xid.parse import (
     RECORD_CHARACTERS_MAX,
     announcement,
     canonical,
     parse,
+    record_of,
     unescaped,
 )
 from tests.node_agent.xid.samples import Sample, samples

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.node_agent.sensors import kernel_log as sensors_kernel_log
-from stepkeeper.node_agent.xid.logfile import scan
-from stepkeeper.node_agent.xid.parse import parse
+from stepkeeper.node_agent import kernel as sensors_kernel_log
+from stepkeeper.node_agent.xid.parse import parse, scan
 
 FAKE = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 PROGRAM = "int main(void) { return *(volatile int *)0; }\n"

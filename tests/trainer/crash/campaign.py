@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepkeeper_trainer.formats import cache
+from stepkeeper_trainer.formats import verify
 from tests.trainer.crash import scenes, tier_scenes
 from tests.trainer.crash.calls import Call
 from tests.trainer.crash.gates import Point, steady_names
@@ -146,7 +146,7 @@ class _Campaign:
 
     def _act(self, root: Path, rank: int, tell: Any) -> None:
         steady_names()
-        cache.SETTLED_S = math.inf  # whether files count as settled, and are remembered, is a matter of how slow it is
+        verify.SETTLED_S = math.inf  # whether files count as settled, and are remembered, is a matter of how slow it is
         self._scene.act(rank, root, tell)
 
     def _play(self, point: Point) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.cache import CACHE_NAME
 from stepkeeper_trainer.formats.safetensors import find_files
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified
-from stepkeeper_trainer.formats.verify import verify
+from stepkeeper_trainer.formats.verify import CACHE_NAME, verify
 from stepkeeper_trainer.store import export
 from stepkeeper_trainer.store.retention import Policy, empty_trash, prune
 from stepkeeper_trainer.tiers.tier import IDENTITY_NAME

@@ -15,8 +15,8 @@ from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.ending import TOGETHER_WITHIN_S
 from stepkeeper_trainer.errors import StepkeeperError
-from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.save import Summary
 from stepkeeper_trainer.save.saver import Saver

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepkeeper_trainer.coordinate.agreement import Proposal, Want
-from stepkeeper_trainer.coordinate.cadence import Cadence
-from stepkeeper_trainer.formats.interval import FailureRate
+from stepkeeper_trainer.coordinate.cadence import Cadence, FailureRate
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, MismatchError, decode
+from stepkeeper_trainer.formats.plain import DecodeError, MismatchError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

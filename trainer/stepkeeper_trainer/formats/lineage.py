@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import append_line
-from stepkeeper_trainer.formats.plain import fresh, open_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, fresh, open_plain
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, check_format, decode
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, NewerFormatError, check_format, decode, read_plain
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,})(?:\.([0-9a-f]{8}))?")
 

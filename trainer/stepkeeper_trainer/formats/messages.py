@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import MismatchError, decode
+from stepkeeper_trainer.formats.plain import MismatchError, decode
 
 MESSAGE_BYTES_MAX = 800  # leaves room for the watcher's envelope in a line of 1,024 bytes
 TEXT_CHARACTERS_MAX = 200  # of free text in a message

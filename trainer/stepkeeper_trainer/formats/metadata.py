@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.items import OpcodeError, find_end
-from stepkeeper_trainer.formats.plain import comes_to_an_end
+from stepkeeper_trainer.formats.plain import collection_paused, comes_to_an_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,19 +9,31 @@ the file of before, which is gone, until its cache is a few seconds older.
 
 What may take for ever, or all memory, is tried in a child process first: a pickle of 300 bytes can do that without
 running anything, by tuples that hold each one before them twice.
+
+Parsing bytes that anybody may have written: whatever is wrong with them is one kind of error.
+
+Millions of records are made without Python looking for cycles among them, which takes most of the time otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 T = TypeVar("T")
 STALE_PAUSES_S = (0.0, 0.1, 0.4, 1.0, 2.0, 3.0)  # longer than attributes of a new file are kept, by default
@@ -190,3 +202,78 @@ def _limit(seconds: int, bytes_more: int) -> None:
         hard = resource.getrlimit(which)[1]
         resource.setrlimit(which, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class DecodeError(msgspec.MsgspecError):
+    """The bytes are not what they should be: not JSON, not UTF-8, nested too deep, or of another shape."""
+
+
+class MismatchError(DecodeError):
+    """They are JSON, of another shape or type."""
+
+
+class NewerFormatError(DecodeError):
+    """A newer Stepkeeper wrote them."""
+
+
+def decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """Parse JSON.
+
+    Raises:
+        MismatchError: it is JSON of another shape.
+        DecodeError: it is not JSON at all.
+    """
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise MismatchError(str(error)) from error
+    except UnicodeDecodeError as error:  # msgspec's own errors do not include it
+        raise DecodeError(f"not UTF-8: {error.reason} (byte {error.start} of a text)") from error
+    except RecursionError as error:
+        raise DecodeError("nested too deep") from error
+    except msgspec.MsgspecError as error:
+        raise DecodeError(str(error)) from error
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int = 1
+
+
+_format: msgspec.json.Decoder[_Format] = msgspec.json.Decoder(_Format)
+
+
+def decode_format(decoder: msgspec.json.Decoder[T], data: bytes, *, newest: int) -> T:
+    """Parse JSON that has a `format`, which is looked at first: the other fields may mean something else there.
+
+    Raises:
+        NewerFormatError: its format is newer than `newest`.
+        DecodeError: it is damaged.
+    """
+    check_format(data, newest=newest)
+    return decode(decoder, data)
+
+
+def check_format(data: bytes, *, newest: int) -> None:
+    """Look at the `format` of JSON, and at nothing else.
+
+    Raises:
+        NewerFormatError: it is newer than `newest`.
+        DecodeError: it is damaged.
+    """
+    found = decode(_format, data).format
+    if found > newest:
+        raise NewerFormatError(f"format {found} is newer than this Stepkeeper reads ({newest}): upgrade Stepkeeper")
+    if found < 1:
+        raise MismatchError(f"format {found}: there is none")
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the collection of cycles; what has no cycle is freed as ever."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, NewerFormatError, decode, decode_format
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, NewerFormatError, decode, decode_format, read_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, parse_step_name, read_manifest, step_name
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Verdict, look_again, verify
+from stepkeeper_trainer.formats.verify import Cache, Verdict, look_again, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,6 @@ bounded.
 
 from __future__ import annotations
 
-from stepkeeper_trainer.load.plan import Wanted
-from stepkeeper_trainer.load.worker import Limits, fill
+from stepkeeper_trainer.load.worker import Limits, Wanted, fill
 
 __all__ = ["Limits", "Wanted", "fill"]

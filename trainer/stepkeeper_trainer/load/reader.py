@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError
-from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.metadata import (
     METADATA_NAME,
     Contents,
@@ -40,7 +39,7 @@ from stepkeeper_trainer.formats.metadata import (
     TensorEntry,
     parse,
 )
-from stepkeeper_trainer.formats.plain import open_descriptor
+from stepkeeper_trainer.formats.plain import collection_paused, open_descriptor
 from stepkeeper_trainer.load import Limits, Wanted, fill
 
 if TYPE_CHECKING:

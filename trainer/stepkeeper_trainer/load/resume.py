@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError
 from stepkeeper_trainer.formats.steps import (
     Choice,
@@ -21,14 +20,14 @@ from stepkeeper_trainer.formats.steps import (
     newest_verified,
     read_manifest,
 )
-from stepkeeper_trainer.formats.verify import join_shards, known_right, verify_shard
+from stepkeeper_trainer.formats.verify import Cache, join_shards, known_right, verify_shard
 from stepkeeper_trainer.load import Limits
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.save import warn_of_changes
 from stepkeeper_trainer.store import space
-from stepkeeper_trainer.store.housekeeping import record_left_out, record_start
+from stepkeeper_trainer.store.run_directory import record_left_out, record_start
 
 if TYPE_CHECKING:
     from stepkeeper_trainer.coordinate.agreement import Agreement

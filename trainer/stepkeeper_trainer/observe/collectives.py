@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 
 from stepkeeper_trainer.formats import collectives
-from stepkeeper_trainer.formats.decoding import DecodeError
+from stepkeeper_trainer.formats.plain import DecodeError
 from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stepkeeper_trainer.environment import Environment
-    from stepkeeper_trainer.observe.replay import Replay
+    from stepkeeper_trainer.observe.exactness import Replay
     from stepkeeper_trainer.observe.trackers import Tracker
     from stepkeeper_trainer.state import Counters
 

@@ -3,6 +3,8 @@
 Until the rename nothing counts; after it everything does.  A step directory is never overwritten, and an
 attempt that a newer one has fenced off commits nothing.
 
+Where the nodes' own disks come first, the commit comes when the copies on shared storage are complete.
+
 Listeners hear of each commit: retention, tiers, trackers.  What goes wrong there is said, and harms no training.  On
 rank 0 a listener is called right after the commit, on the saves' thread; on the other ranks when they hear of it at a
 later boundary, on their saves' thread too.  It must return soon: what takes time belongs on a thread of its own.
@@ -15,29 +17,39 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from stepkeeper_trainer.errors import SaveError, SupersededError
+from stepkeeper_trainer.errors import DriftError, SaveError, SupersededError
 from stepkeeper_trainer.formats import lease as leases
 from stepkeeper_trainer.formats import lineage
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import STALE_S, clear_temporaries, fsync_directory, naming, write_all
 from stepkeeper_trainer.formats.lease import birth
-from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, Manifest, seal, step_name
-from stepkeeper_trainer.formats.messages import shorten
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, PENDING_NAME, FileEntry, Manifest, seal, step_name
+from stepkeeper_trainer.formats.messages import Committed, SaveFailed, shorten
+from stepkeeper_trainer.formats.metadata import METADATA_NAME
+from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.save.report import report_name
+from stepkeeper_trainer.save.dcp_metadata import VALUES_NAME, Description, Values
+from stepkeeper_trainer.save.replicas import compare
+from stepkeeper_trainer.save.report import GivenUp, RankReport, gather, report_name
+from stepkeeper_trainer.save.save import conditions, versions
+from stepkeeper_trainer.save.writer import HashingFile, in_threads, read_back
 from stepkeeper_trainer.tiers.directory import TRASH, staging_directory
+from stepkeeper_trainer.tiers.search import ANCESTORS, ANCESTORS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepkeeper_trainer.environment import Environment
-    from stepkeeper_trainer.formats.manifest import Manifest
+    from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.save.planner import Share
+    from stepkeeper_trainer.save.save import Save
+    from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +247,14 @@ class Commits:
         )
         return final
 
+    def mark_epoch_end(self, save_id: str) -> None:
+        """Mark a save as the end of an epoch, before it is committed: a crash between the two costs no milestone.
+
+        Raises:
+            OSError: the lineage cannot be written.
+        """
+        lineage.append(self.checkpoints, lineage.Mark(at=time.time(), save_id=save_id, mark=lineage.EPOCH))
+
     def take_lease(self) -> None:
         """Without a supervisor: fence off an older attempt of the same run, as the supervisor would.
 
@@ -307,6 +327,158 @@ class Commits:
         if owner.node == environment.node and not os.path.exists(f"/proc/{owner.pid}"):
             return "its writer is dead"
         return None
+
+
+ROWS_WITHIN_S = 60.0  # the rows of a step are durable, before a commit that nobody waits for
+
+
+class Completer:
+    """On rank 0, for all saves of a launch."""
+
+    def __init__(
+        self,
+        *,
+        commits: Commits,
+        world_size: int,
+        link: Link,
+        parent: str | None,
+        before_commit: Callable[[float], object],
+        on_committed: Callable[[Save], object],
+        uploader: Uploader | None,
+        before_line: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Prepare; `before_commit` makes a step's rows durable, by a limit; `before_line` precedes the lineage's."""
+        self._commits = commits
+        self._world_size = world_size
+        self._link = link
+        self._before_commit = before_commit
+        self._on_committed = on_committed
+        self._uploader = uploader
+        self._before_line = before_line
+        self._description = Description()
+        self.parent = parent  # save_id of the newest save that was sealed
+        self._ancestors: tuple[str | None, ...] = (parent,)
+        self._newest_here = parent  # save_id of the newest commit
+        self.committed: tuple[Path, Manifest] | None = None  # the newest step directory of this launch
+
+    def complete(
+        self, save: Save, share: Share, given_up: GivenUp, upload: Upload, *, values: Values | None = None
+    ) -> None:
+        """Wait for all ranks' reports and commit; with disks of the nodes, once shared storage has all of it.
+
+        `values` are what only stock DCP needs besides the tensors.
+
+        Raises:
+            SaveError, SupersededError, OSError: the save came to nothing.
+        """
+        reports = gather(
+            save.directory,
+            save_id=save.save_id,
+            world_size=self._world_size,
+            limit_at=save.limit_at,
+            given_up=given_up,
+        )
+        if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
+            names = ", ".join(name for drift in drifts for name in drift.names)
+            raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
+        small: dict[str, bytes] = {}  # only rank 0 writes them: beside each other, so that one fsync counts
+        if values is not None and values.data:
+            small[VALUES_NAME] = values.data
+            reports.append(RankReport(rank=0, save_id=save.save_id, items=values.items))
+        small[METADATA_NAME] = self._description.of(save.save_id, share, reports)
+        written = in_threads([partial(self._write_own, save, name, data) for name, data in small.items()])
+        own = dict(zip(small, written, strict=True))
+        files = {name: entry for report in reports for name, entry in report.files.items()} | own
+        summary = save.summary
+        manifest = Manifest(
+            step=summary.step,
+            tokens=summary.tokens,
+            world_size=self._world_size,
+            created_at=datetime.now(timezone.utc).isoformat(),
+            save_id=save.save_id,
+            parent=self.parent,
+            files=dict(sorted(files.items())),
+            state=summary.parts | self._led_here(),
+            versions=versions(),
+            conditions=conditions(),
+            loss=summary.loss,
+            metrics=summary.metrics,
+        )
+        if self._uploader is None:
+            self._commit(save, manifest)
+        else:
+            save.check()
+            upload.files = {**upload.files, **own}
+            upload.commit = lambda: self._commit(save, manifest)
+            upload.give_up = lambda why: self._report_failure(save, why)
+            self._uploader.seal(upload, manifest.files, seal(manifest))
+        self.parent = save.save_id
+        self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
+
+    def _write_own(self, save: Save, name: str, data: bytes) -> FileEntry:
+        """Write a file of rank 0 beside this rank's files: where their disk does not take it, to shared storage."""
+        try:
+            return _write_hashed(save, save.data / name, data)
+        except OSError as error:
+            if self._uploader is None or save.local is None:
+                raise
+            self._uploader.refused(save.summary.step, error)
+        return _write_hashed(save, save.directory / name, data)
+
+    def _led_here(self) -> dict[str, object]:
+        """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
+        return {ANCESTORS: self._ancestors} if self._uploader is not None else {}
+
+    def _commit(self, save: Save, manifest: Manifest) -> None:
+        """Commit what is complete on shared storage."""
+        if self._uploader is None:
+            self._before_commit(save.limit_at)
+            save.check()
+        else:  # nobody waits for it, and nothing cancels it any more
+            self._before_commit(time.time() + ROWS_WITHIN_S)
+        final = self._commits.commit(
+            save.directory, manifest, self._world_size, after=self._newest_here, before_line=self._before_line
+        )
+        self._newest_here = save.save_id
+        self.committed = (final, manifest)
+        self._report_commit(save, final, sum(entry.bytes for entry in manifest.files.values()))
+        self._on_committed(save)
+
+    def _report_failure(self, save: Save, why: str) -> None:
+        self._link.send(
+            SaveFailed(step=save.summary.step, save_id=save.save_id, error=shorten(why), emergency=save.emergency),
+            keep=True,
+        )
+
+    def _report_commit(self, save: Save, final: Path, size: int) -> None:
+        step, seconds = save.summary.step, round(time.time() - save.requested_at, 3)
+        say("committed", step=step, directory=final.name, bytes=size, seconds=seconds)
+        self._link.send(
+            Committed(
+                step=step,
+                save_id=save.save_id,
+                directory=final.name,
+                bytes=size,
+                seconds=seconds,
+                emergency=save.emergency,
+                drift=shorten(", ".join(save.summary.parts.get("drift", ()))),
+                by_disk=self._uploader is not None,
+            ),
+            keep=True,
+        )
+
+
+def _write_hashed(save: Save, path: Path, data: bytes) -> FileEntry:
+    file = HashingFile(path)
+    try:
+        file.write(data)
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    assert file.entry is not None
+    read_back(save, path.parent, {path.name: file.entry})
+    return file.entry
 
 
 def _remove_strays(directory: Path, names: set[str]) -> None:

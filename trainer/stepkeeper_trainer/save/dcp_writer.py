@@ -31,8 +31,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.steps import StepDirectory, current_lineage, list_steps, open_step
 from stepkeeper_trainer.link import Link
 from stepkeeper_trainer.load.dcp_reader import check_inert
-from stepkeeper_trainer.save.commit import CHECKPOINTS_NAME, Commits
-from stepkeeper_trainer.save.complete import Completer
+from stepkeeper_trainer.save.commit import CHECKPOINTS_NAME, Commits, Completer
 from stepkeeper_trainer.save.persist import split_evenly
 from stepkeeper_trainer.save.planner import Share
 from stepkeeper_trainer.save.replicas import Replicas
@@ -40,9 +39,8 @@ from stepkeeper_trainer.save.report import Item, RankReport, encode_items, publi
 from stepkeeper_trainer.save.save import Save, Summary
 from stepkeeper_trainer.save.serialise import frame
 from stepkeeper_trainer.save.writer import HashingFile, in_threads
-from stepkeeper_trainer.store import run_lock
-from stepkeeper_trainer.store.housekeeping import record_start
-from stepkeeper_trainer.store.run_lock import lives
+from stepkeeper_trainer.store import run_directory
+from stepkeeper_trainer.store.run_directory import lives, record_start
 from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
@@ -243,7 +241,7 @@ class StepkeeperWriter(StorageWriter):
         if commits is not None:
             return commits
         own = _own_epoch(self._run_directory, self._environment)
-        epoch = own or run_lock.prepare(self._run_directory, self._environment)
+        epoch = own or run_directory.prepare(self._run_directory, self._environment)
         commits = Commits(self._run_directory, replace(self._environment, epoch=epoch))
         try:
             _go_on(commits)

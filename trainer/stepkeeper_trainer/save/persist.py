@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.decoding import collection_paused
 from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.save.complete import Completer
-from stepkeeper_trainer.save.dcp_values import Encoder, skeletons
+from stepkeeper_trainer.save.commit import Commits, Completer
+from stepkeeper_trainer.save.dcp_metadata import Encoder, skeletons
 from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
 from stepkeeper_trainer.save.save import Phase
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from stepkeeper_trainer.link import Link
-    from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.save.planner import Planner, Share
     from stepkeeper_trainer.save.replicas import Hash
     from stepkeeper_trainer.save.save import Save

@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from stepkeeper_trainer.coordinate.groups import gather, scatter
 from stepkeeper_trainer.errors import DividedError, SaveError
-from stepkeeper_trainer.formats.decoding import collection_paused
+from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.save.replicas import Replicas, find_replicas, hash_tensor, minority
-from stepkeeper_trainer.state import variants
-from stepkeeper_trainer.state.variants import TREE_PREFIX, is_sharded, kind_of
+from stepkeeper_trainer.state.keys import TREE_PREFIX, Look, Private, divide, is_sharded, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,8 +82,8 @@ class _Sent:
 class Divided:
     """How one rank saves names of which ranks hold different values; on rank 0 how all do."""
 
-    own: variants.Private
-    every_rank: tuple[variants.Private, ...] = ()
+    own: Private
+    every_rank: tuple[Private, ...] = ()
     names: tuple[str, ...] = ()  # told apart now, and not before
     ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
     sharded: tuple[str, ...] = ()  # of the names: those of DTensors
@@ -99,7 +98,7 @@ class Planner:
         self._world_size = world_size
         self._group = group
         self.share: Share | None = None  # in force
-        self.private: variants.Private = {}  # of this rank, in force
+        self.private: Private = {}  # of this rank, in force
         self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
@@ -198,20 +197,18 @@ class Planner:
         return divided
 
 
-def _find_divided(
-    plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[variants.Private]
-) -> Divided | None:
+def _find_divided(plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[Private]) -> Divided | None:
     """Return which rank saves what by which key, if that is another than what is in force on some rank."""
-    seen: list[dict[str, variants.Look]] = []
+    seen: list[dict[str, Look]] = []
     for plan, own, keys in zip(plans, looks, private, strict=True):
         names = {key: name for name, key in keys.items()}
         seen.append(
             {
-                names.get(item.index.fqn, item.index.fqn): variants.Look(kind, item.index.offset, content)
+                names.get(item.index.fqn, item.index.fqn): Look(kind, item.index.offset, content)
                 for item, (kind, content) in zip(plan.items, own, strict=True)
             }
         )
-    found = variants.divide(seen, private)
+    found = divide(seen, private)
     if found == list(private):
         return None
     changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
@@ -220,9 +217,7 @@ def _find_divided(
     return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
 
 
-def _odd_ones(
-    name: str, seen: Sequence[Mapping[str, variants.Look]], private: Sequence[variants.Private]
-) -> tuple[int, ...]:
+def _odd_ones(name: str, seen: Sequence[Mapping[str, Look]], private: Sequence[Private]) -> tuple[int, ...]:
     """Return the ranks whose value of a name fewer ranks hold; all that hold it where there is no majority."""
     return minority({rank: private[rank].get(name, name) for rank, own in enumerate(seen) if name in own})
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
 from stepkeeper_trainer.formats.manifest import FileEntry
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 from stepkeeper_trainer.save.replicas import Digest
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
 from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary, Worker
 from stepkeeper_trainer.save.staging import Staging
-from stepkeeper_trainer.store.housekeeping import mark_epoch_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.save.planner import Divided
-    from stepkeeper_trainer.state import variants
+    from stepkeeper_trainer.state.keys import Private
     from stepkeeper_trainer.store.guard import Guard
     from stepkeeper_trainer.tiers.uploader import Uploader
 
@@ -192,7 +191,7 @@ class Saver:
         """Wait until nothing is being prepared, or the limit."""
         self._prepared.wait(max(0.0, limit_at - time.time()))
 
-    def know_private(self, private: variants.Private) -> None:
+    def know_private(self, private: Private) -> None:
         """Begin with what the checkpoint says of this rank's values; all ranks call it."""
         self._planner.private = private
 
@@ -415,7 +414,7 @@ class Saver:
                 self._guard.check_room(tensors, save.limit_at)
             self._make_directory(save)
             if self._rank == 0 and save.summary.epoch_end:
-                mark_epoch_end(self._commits, save.save_id)
+                self._commits.mark_epoch_end(save.save_id)
         except (SaveError, OSError) as problem:
             self._planner.decline(str(problem), save.limit_at - time.time())
             raise

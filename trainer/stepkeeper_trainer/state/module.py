@@ -20,8 +20,17 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.state.placement import target_of
-from stepkeeper_trainer.state.tree import check_dense, check_types, is_plain, join, local, name_of, split, tensor_places
+from stepkeeper_trainer.state.tree import (
+    check_dense,
+    check_types,
+    is_plain,
+    join,
+    local,
+    name_of,
+    split,
+    target_of,
+    tensor_places,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,8 +21,18 @@ from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.state.placement import can_shard, meshes_of, target_of
-from stepkeeper_trainer.state.tree import check_types, is_plain, join, local, memory_of, split, tensor_places
+from stepkeeper_trainer.state.tree import (
+    can_shard,
+    check_types,
+    is_plain,
+    join,
+    local,
+    memory_of,
+    meshes_of,
+    split,
+    target_of,
+    tensor_places,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

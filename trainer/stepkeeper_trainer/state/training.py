@@ -20,10 +20,20 @@ from stepkeeper_trainer.errors import ResumeError, StateError, StepkeeperError, 
 from stepkeeper_trainer.formats.manifest import LEFT_OUT, MODULES
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
-from stepkeeper_trainer.state import old, random_state, variants
+from stepkeeper_trainer.state import random_state
+from stepkeeper_trainer.state.keys import (
+    TREE_PREFIX,
+    Private,
+    Renaming,
+    blob_of,
+    names_of,
+    names_then,
+    pack,
+    read_old,
+    unpack,
+)
 from stepkeeper_trainer.state.module import ModulePart, merge, tied_names
 from stepkeeper_trainer.state.optimizer import OptimizerPart
-from stepkeeper_trainer.state.placement import meshes_of
 from stepkeeper_trainer.state.tree import (
     EACH_RANK,
     Stateful,
@@ -31,10 +41,10 @@ from stepkeeper_trainer.state.tree import (
     check_dense,
     from_blob,
     local,
+    meshes_of,
     to_blob,
     with_keys,
 )
-from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +115,7 @@ class TrainingState:
         self.counters, self.rank, self.world_size = counters, rank, world_size
         self.parts: dict[str, Part] = {name: self._part(name, value) for name, value in state.items()}
         self.modules_then: dict[str, Looked] = {}  # as `collect` has found them last
-        self.private: variants.Private = {}
+        self.private: Private = {}
         self.packed: list[Any] = []  # on rank 0: the private names of all ranks
         self.drifted: list[str] = []  # on rank 0: names that all ranks hold alike by their type, and do not
         self._saved: dict[str, Any] = {}  # skeletons of the checkpoint that is being loaded
@@ -253,11 +263,11 @@ class TrainingState:
         rows += [(math.nan, math.nan)] * (HISTORY_STEPS - len(rows))  # of one size, so that the plan stays
         return torch.tensor(rows, dtype=torch.float64)
 
-    def divide(self, own: variants.Private, every_rank: Sequence[variants.Private]) -> None:
+    def divide(self, own: Private, every_rank: Sequence[Private]) -> None:
         """Save names of which ranks hold different values by other keys from now on; rank 0 knows of all ranks."""
         self.private = own
         if every_rank:
-            self.packed = variants.pack(every_rank)
+            self.packed = pack(every_rank)
 
     def early(self, names: Iterable[str]) -> frozenset[str]:
         """Return those that may change before the optimizer's next step: buffers, and whatever the script adds."""
@@ -273,7 +283,7 @@ class TrainingState:
             for name in saved
             if name in (COUNTERS_KEY, VARIANTS_KEY) or name.startswith(TREE_PREFIX) or _is_private_blob(name)
         ]
-        if (legacy := old.blob_of(self.rank)) in saved:
+        if (legacy := blob_of(self.rank)) in saved:
             wanted.append(legacy)
         return {name: torch.empty(_tensor(name, saved).size, dtype=torch.uint8) for name in wanted}
 
@@ -286,8 +296,8 @@ class TrainingState:
         entries = metadata.state_dict_metadata
         saved = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         counters = self._own_counters(blobs)
-        then = old.names_then(counters, self.parts)
-        renaming = old.Renaming(then, self.optimizers)
+        then = names_then(counters, self.parts)
+        renaming = Renaming(then, self.optimizers)
         keys = self._find_keys(counters, blobs, then, renaming)
         if renaming:
             keys = {renaming.key(key): key for key in saved if renaming.key(key) != key} | keys
@@ -399,7 +409,7 @@ class TrainingState:
             return counters
         if counters["world_size"] == self.world_size:
             packed = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)["divided"]
-            own: dict[str, Any] = _read_own(COUNTERS_KEY, variants.unpack(packed, self.rank), blobs)
+            own: dict[str, Any] = _read_own(COUNTERS_KEY, unpack(packed, self.rank), blobs)
             return own
         parts = [part for name, blob in others.items() for part in from_blob(blob, name=name)["parts"]]
         return counters | {"parts": list(dict.fromkeys([*counters["parts"], *parts]))}
@@ -409,7 +419,7 @@ class TrainingState:
         counters: Mapping[str, Any],
         blobs: Mapping[str, torch.Tensor],
         then_called: Mapping[str, str],
-        renaming: old.Renaming,
+        renaming: Renaming,
     ) -> dict[str, str]:
         """Find the skeletons that count for this rank, and return the keys of its private values.
 
@@ -417,7 +427,7 @@ class TrainingState:
             ResumeError: this number of ranks cannot take the state.
         """
         if "parts" not in counters:
-            found = old.read(counters, blobs, self.rank, self.world_size, then_called.values())
+            found = read_old(counters, blobs, self.rank, self.world_size, then_called.values())
             self._saved = {name: found[was] for name, was in then_called.items()}
             return {}
         then = counters["world_size"]
@@ -425,15 +435,15 @@ class TrainingState:
         several = from_blob(blobs[VARIANTS_KEY], name=VARIANTS_KEY)
         packed = several["divided"]
         if then == self.world_size:
-            keys = variants.unpack(packed, self.rank)
+            keys = unpack(packed, self.rank)
             packed = [[owners, [renaming.key(name) for name in names]] for owners, names in packed]
-            self.private = variants.unpack(packed, self.rank)
+            self.private = unpack(packed, self.rank)
             if self.rank == 0:
                 self.packed, self.drifted = packed, [renaming.key(name) for name in several["drifted"]]
             for name, key in here.items():
                 self._saved[name] = _read_own(key, keys, blobs)
             return keys | {renaming.key(name): key for name, key in keys.items()}
-        divided = variants.names_of(packed) - set(several["drifted"])
+        divided = names_of(packed) - set(several["drifted"])
         self._check_other_world(then, frozenset(map(renaming.key, divided)))
         for name, key in here.items():
             part = self.parts[name]
@@ -511,12 +521,12 @@ def _of_each_rank(key: str, ranks: int, packed: Sequence[Any], blobs: Mapping[st
     """Return the skeletons that ranks saved under a key; a rank without that part has none."""
     return [
         with_keys(_read_own(key, keys, blobs), keys)
-        for keys in (variants.unpack(packed, rank) for rank in range(ranks))
+        for keys in (unpack(packed, rank) for rank in range(ranks))
         if key.removeprefix(TREE_PREFIX) in _read_own(COUNTERS_KEY, keys, blobs)["parts"]
     ]
 
 
-def _read_own(name: str, keys: variants.Private, blobs: Mapping[str, torch.Tensor]) -> Any:
+def _read_own(name: str, keys: Private, blobs: Mapping[str, torch.Tensor]) -> Any:
     """Return the JSON that a rank saved under a name, with `keys` of its private names."""
     key = keys.get(name, name)
     return from_blob(blobs[key], name=key)

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from stepkeeper_trainer.errors import StepkeeperError
 from stepkeeper_trainer.formats import safetensors
 from stepkeeper_trainer.formats.durable import fsync_directory
+from stepkeeper_trainer.load.initial import find_tensors
 from stepkeeper_trainer.load.reader import ALONE
-from stepkeeper_trainer.load.safetensors import find_tensors
-from stepkeeper_trainer.store.llama_names import Names, NamesError
+from stepkeeper_trainer.store.export import Names, NamesError
 
 TO_TORCH, TO_DCP = "torch", "dcp"
 

@@ -2,11 +2,15 @@
 
 Only verified steps count.  Nothing is removed while the newest step is not verified; what is damaged is never
 removed, for it may be all that is left of a step.  A removal is one rename, and the bytes go afterwards.
+
+After each commit rank 0 does so beside training.  By what rules, and which other places have steps, it records at the
+start, for those who look later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -19,15 +23,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats.cache import SETTLED_S, Cache
+from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.formats.durable import fsync_directory
+from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import StepDirectory, current_lineage, list_steps
-from stepkeeper_trainer.formats.verify import verify
+from stepkeeper_trainer.formats.verify import SETTLED_S, Cache, verify
+from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from stepkeeper_trainer.save.commit import Commits, CommittedStep
+    from stepkeeper_trainer.tiers.tier import Tiers
+    from stepkeeper_trainer.tiers.tiering import Tiering
 
 
 TRASH = ".trash-"
@@ -383,3 +394,114 @@ class Pruner:
                     self.on_error(error)
             finally:
                 self.looking = False
+
+
+READ_THREADS = 2  # each new step is read once to be counted: training has the other cores
+READ_BYTES_PER_S = 2e9
+BEHIND_STEPS = 3  # committed while it reads older ones: it is too slow for them
+STOP_WITHIN_S = 5.0  # it stops between two reads, unless the storage hangs
+
+
+class Retention:
+    """Removes steps that no rule wants, once newer ones are verified."""
+
+    def __init__(self, commits: Commits, policy: Policy) -> None:
+        """Prepare; nothing is done before the first commit."""
+        self._blocked: str | None = None
+        self._look, self._meanwhile = 0, 0  # the look that is under way, and commits since it began
+        self._behind = False
+        self._pruner = Pruner(
+            commits.checkpoints,
+            policy,
+            on_done=self._done,
+            on_error=_failed,
+            fence=commits.check_fence,
+            reading=Reading(threads=READ_THREADS, bytes_per_s=READ_BYTES_PER_S),
+        )
+
+    def committed(self, _step: CommittedStep) -> None:
+        """Look at the steps soon."""
+        if self._pruner.looking:
+            self._note_late(self._pruner.looks)
+        self._pruner.request()
+
+    def _note_late(self, look: int) -> None:
+        """Say it once when steps come faster than they are read: they pile up, for only read ones are removed."""
+        self._meanwhile = self._meanwhile + 1 if look == self._look else 1
+        self._look = look
+        if self._meanwhile < BEHIND_STEPS or self._behind:
+            return
+        self._behind = True
+        warn(
+            "retention_behind",
+            steps=self._meanwhile,
+            why=f"older ones are still being read, by rank 0 alone and at most at {READ_BYTES_PER_S / 1e9:g} GB/s, and "
+            "removed: save less often, or have all nodes read with `--read-back all`",
+        )
+
+    def request(self) -> None:
+        """Look at the steps soon, for space is short."""
+        self._pruner.request()
+
+    def close(self, limit_at: float) -> None:
+        """Stop; what is not done now is done after the next commit."""
+        if not self._pruner.close(max(0.0, min(STOP_WITHIN_S, limit_at - time.time()))):
+            warn("retention_late", why="it still waits for the storage: it is left behind")
+
+    def _done(self, outcome: Outcome) -> None:
+        if outcome.removed:
+            say("steps_removed", steps=",".join(outcome.removed), kept=len(outcome.plan.kept))
+        for name, why in outcome.spared:
+            say("step_spared", step=name, why=why)
+        if outcome.plan.blocked != self._blocked and outcome.plan.blocked is not None:
+            warn("retention_blocked", why=outcome.plan.blocked)
+        self._blocked = outcome.plan.blocked
+
+
+def keep_house(commits: Commits, policy: Policy | None, tiering: Tiering | None, rank: int) -> Retention | None:
+    """Record how steps are kept, and return what removes those that need not be; on rank 0, else nothing is done."""
+    if rank != 0:
+        return None
+    try:
+        records.write_keeping(
+            commits.run_directory, _keeping(commits, policy, tiering.tiers if tiering is not None else None)
+        )
+    except OSError as error:
+        warn("keeping_unrecorded", why=error)  # it is for those who look later: training does without
+    return Retention(commits, policy) if policy is not None else None
+
+
+def _keeping(commits: Commits, policy: Policy | None, tiers: Tiers | None) -> records.Keeping:
+    launch, at = commits.environment.launch_name, time.time()
+    places = []
+    if tiers is not None and tiers.local is not None:
+        places.append(records.Place(kind="local", where=tiers.local, launch=launch, at=at))
+    if tiers is not None and tiers.cold is not None:
+        places.append(records.Place(kind="cold", where=tiers.cold, launch=launch, at=at))
+    return records.Keeping(
+        launch=launch,
+        at=at,
+        retention=dataclasses.asdict(policy) if policy is not None else None,
+        places=tuple(places),
+    )
+
+
+def choose_policy(environment: str | None, wanted: str | Policy | None, *, total_steps: int | None) -> Policy | None:
+    """Return the policy that counts: the environment's, else the script's, else the usual one; None keeps all steps.
+
+    Raises:
+        UsageError: it cannot be read or meant.
+    """
+    choice = environment if environment is not None else wanted
+    if choice is None:
+        return Policy(total_steps=total_steps)
+    if isinstance(choice, Policy):
+        return choice
+    try:
+        return parse_policy(choice, total_steps=total_steps)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _failed(error: Exception) -> None:
+    warn("retention_failed", why=shorten(f"{type(error).__name__}: {error}"))

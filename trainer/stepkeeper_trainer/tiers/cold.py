@@ -21,8 +21,7 @@ from stepkeeper_trainer.formats.manifest import ManifestError, step_name
 from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, push
-from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, writer_of
 
 BOARD = ".cold-"

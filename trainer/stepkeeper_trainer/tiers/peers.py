@@ -24,11 +24,11 @@ from typing import BinaryIO
 
 import msgspec
 
-from stepkeeper_trainer.formats.decoding import DecodeError, decode
 from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.formats.plain import DecodeError, decode
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import Pace
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.tier import Held, TierError, check_chunk, writer_of
 
 WITHIN_S = 60.0  # of one read or write, and until the receiver has the step's manifest itself

@@ -17,8 +17,7 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.manifest import Manifest, step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import Pace, push
-from stepkeeper_trainer.tiers.directory import DirectoryTier
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError
 
 ANCESTORS = "ancestors"  # in the manifest's state: save_ids that led to it, newest first; None is the very start

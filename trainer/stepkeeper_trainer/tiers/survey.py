@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.manifest import PENDING_NAME, ManifestError, parse_step_name
-from stepkeeper_trainer.formats.verify import known_right, verify
+from stepkeeper_trainer.formats.verify import Cache, known_right, verify
 from stepkeeper_trainer.tiers.cold import BOARD
 from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier

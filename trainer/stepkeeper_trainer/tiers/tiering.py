@@ -16,8 +16,7 @@ from stepkeeper_trainer.formats.manifest import Manifest
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
 from stepkeeper_trainer.tiers.copying import Pace
-from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier, open_tier
 from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
 from stepkeeper_trainer.tiers.search import Gatherer, Place, find_place
 from stepkeeper_trainer.tiers.survey import prune

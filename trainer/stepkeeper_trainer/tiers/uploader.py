@@ -28,8 +28,7 @@ from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, Rate, first_tier, push
-from stepkeeper_trainer.tiers.directory import file_size, give_up, right_chunks, write_file
-from stepkeeper_trainer.tiers.local import LocalTier
+from stepkeeper_trainer.tiers.directory import LocalTier, file_size, give_up, right_chunks, write_file
 from stepkeeper_trainer.tiers.tier import Held, TierError, writer_of
 
 FAILED = "failed-"  # and a rank: it cannot copy

@@ -11,20 +11,10 @@ from typing import assert_never
 
 import msgspec
 
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core import plan
-from stepkeeper.node_agent.core.endings import (
-    close,
-    held,
-    is_over,
-    lost,
-    on_looked,
-    returned_by_us,
-    taken_back,
-    watching,
-)
-from stepkeeper.node_agent.core.incidents import put
+from stepkeeper.node_agent.core.events import Alarm, Effect, Record, RecordDrain, Tell
+from stepkeeper.node_agent.core.incidents import is_over, on_looked, put
 from stepkeeper.node_agent.core.plan import (
     Decision,
     answered,
@@ -42,7 +32,7 @@ from stepkeeper.node_agent.core.plan import (
 )
 from stepkeeper.node_agent.core.state import Call, Drain, Incident, Outcome, Policy, Repair, State
 from stepkeeper.node_agent.xid.catalogue import Action
-from stepkeeper.slurm.nodes import NodeFacts
+from stepkeeper.slurm.client import NodeFacts
 
 replace = msgspec.structs.replace
 IN_USE = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
@@ -136,12 +126,12 @@ def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, pol
 
 def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
     """Note that we hold the node."""
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     incidents = list(incidents)
     for incident in incidents:
         incident = replace(incident, outcome=Outcome.DRAINED, outcome_why="the node is drained")  # noqa: PLW2901
         state = put(state, incident)
-        effects += (do.Record(incident=incident), do.Tell(incident=incident, drained=True))
+        effects += (Record(incident=incident), Tell(incident=incident, drained=True))
     actions = [each.action for each in incidents] + ([state.drain.action] if state.drain is not None else [])
     action = max(actions, key=lambda action: action.severity)
     rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
@@ -155,7 +145,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
-    return Decision(state, (do.RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
+    return Decision(state, (RecordDrain(drain=drain), *effects), f"the node is drained: {reason}")
 
 
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -168,7 +158,7 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
         state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
         return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
     drain = replace(drain, counted=True)
-    return Decision(replace(state, drain=drain), (do.RecordDrain(drain=drain),))
+    return Decision(replace(state, drain=drain), (RecordDrain(drain=drain),))
 
 
 def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -215,7 +205,7 @@ def _look_again(state: State, event: on.NodesAnswered, own: NodeFacts, policy: P
 
 
 def _looked_again(state: State, event: on.CallAnswered) -> Decision:
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     whys: list[str] = []
     for incident in left_alone(state):
         if not event.error and is_over(incident, event.looked, state):
@@ -232,7 +222,7 @@ def _looked_again(state: State, event: on.CallAnswered) -> Decision:
         else:
             continue
         state = put(state, incident)
-        effects += (do.Record(incident=incident),)
+        effects += (Record(incident=incident),)
     return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
 
 
@@ -276,10 +266,10 @@ def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
     drain = replace(drain, passed=True)
     hurry = may_return(drain, policy)
     state = replace(state, drain=drain, watch_at=event.at if hurry else next_watch(drain, event.at, policy))
-    effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain),)
+    effects: tuple[Effect, ...] = (RecordDrain(drain=drain),)
     if not hurry:
         text = "the node has passed its checks and waits for a person to return it to service"
-        effects += (do.Alarm(text=text),)
+        effects += (Alarm(text=text),)
     return Decision(state, effects, "the node has passed its checks")
 
 
@@ -288,14 +278,14 @@ def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Po
     if drain.slurm_returns:  # Slurm returns the node on its own: drain it anew, before it takes a job
         drain = replace(drain, reboot_asked=False, reboot_sent=False)
         state = replace(state, drain=drain)
-        effects: tuple[do.Effect, ...] = (do.RecordDrain(drain=drain), do.Alarm(text=why))
+        effects: tuple[Effect, ...] = (RecordDrain(drain=drain), Alarm(text=why))
         for incident in held(state):
             incident = replace(incident, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN)  # noqa: PLW2901
             state = put(state, incident)
-            effects += (do.Record(incident=incident),)
+            effects += (Record(incident=incident),)
         return Decision(state, effects, why)
     state = replace(state, watch_at=next_watch(drain, event.at, policy))
-    return Decision(state, (do.Alarm(text=why),), why)
+    return Decision(state, (Alarm(text=why),), why)
 
 
 def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
@@ -311,7 +301,7 @@ def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
     again = remedy(drain, policy) is not None or drain.repair is Repair.RESET
     watch_at = event.at if again else next_watch(drain, event.at, policy)
     state = replace(state, drain=drain, watch_at=watch_at)
-    return Decision(state, (do.RecordDrain(drain=drain),), why)
+    return Decision(state, (RecordDrain(drain=drain),), why)
 
 
 def _rebooting(state: State, at: float, policy: Policy) -> Decision:
@@ -320,4 +310,81 @@ def _rebooting(state: State, at: float, policy: Policy) -> Decision:
         return Decision(state)
     drain = replace(drain, reboot_asked=True)
     state = replace(state, drain=drain, watch_at=at + policy.watch_s)
-    return Decision(state, (do.RecordDrain(drain=drain),), "Slurm reboots the node")
+    return Decision(state, (RecordDrain(drain=drain),), "Slurm reboots the node")
+
+
+# How a drain that we hold ends, and what becomes of the faults that asked for it: by the checks' word, by the breaker,
+# or by somebody else.  A return of ours whose answer was lost is still ours: the faults stay open.
+
+
+def close(state: State, incidents: Iterable[Incident], outcome: Outcome, why: str) -> Decision:
+    """Close incidents without a drain, and say it loudly, once."""
+    effects: tuple[Effect, ...] = ()
+    for before in incidents:
+        incident = replace(before, outcome=outcome, outcome_why=why)
+        state = put(state, incident)
+        effects += (Record(incident=incident),)
+        if before.outcome_why != why:
+            effects += (Alarm(text=why, incident=incident.id),)
+    return Decision(state, effects, why)
+
+
+def watching(state: State, at: float, policy: Policy, *, refused: bool) -> State:
+    """Return the state in which Slurm is asked about the node again, later; `refused`: by the breaker."""
+    if state.drain is not None:
+        return state
+    return replace(state, watch_at=look_again_at(state, at, policy, refused=refused))
+
+
+def held(state: State) -> list[Incident]:
+    """Return the faults that our drain is for."""
+    return [each for each in state.incidents if each.outcome is Outcome.DRAINED]
+
+
+def lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
+    """Let go of a drain that is gone: our own return took it away, or somebody else did, or took it over."""
+    drain = state.drain
+    if drain is None:
+        return Decision(state)
+    if drain.resume_sent and not own.drained:
+        return _returned_late(state, at, drain, policy)
+    if own.drained:
+        outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
+    else:
+        outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"
+    state, effects = _let_go(state, outcome, why, returned=True)
+    return Decision(state, effects, why)
+
+
+def _let_go(state: State, outcome: Outcome, why: str, *, returned: bool = False) -> tuple[State, tuple[Effect, ...]]:
+    """Note that we hold no drain any more, and last of all: who is killed in between still knows of the drain."""
+    effects: tuple[Effect, ...] = ()
+    for incident in held(state):
+        incident = replace(incident, outcome=outcome, outcome_why=why, returned=returned)  # noqa: PLW2901
+        state = put(state, incident)
+        effects += (Record(incident=incident),)
+    return replace(state, drain=None), (*effects, RecordDrain(drain=None))
+
+
+def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Decision:
+    """Take up that the node is in service by our own word, whose answer was lost: what asked for the drain stands."""
+    if drain.passed:
+        return returned_by_us(state)
+    if not drain.counted:
+        return taken_back(watching(replace(state, drain=None), at, policy, refused=True))
+    why = "our own return, whose answer was lost, took effect late: the agent drains the node again"
+    state, effects = _let_go(state, Outcome.OPEN, why)
+    return Decision(state, effects, why)
+
+
+def taken_back(state: State) -> Decision:
+    """Note that the breaker had us give the drain back."""
+    why = f"circuit breaker: {state.call_reason or 'too many drains'}; look for a common cause"
+    ended = close(state, held(state), Outcome.TAKEN_BACK, why)
+    return Decision(ended.state, (*ended.effects, RecordDrain(drain=None)), why)
+
+
+def returned_by_us(state: State) -> Decision:
+    """Note that the node is in service by its checks."""
+    state, effects = _let_go(state, Outcome.RESOLVED, "the node passed its checks and was returned to service")
+    return Decision(state, effects, "the node is in service again")

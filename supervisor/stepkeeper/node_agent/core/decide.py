@@ -9,28 +9,38 @@ from typing import assert_never
 
 import msgspec
 
-from stepkeeper.node_agent.core import effects as do
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.answers import on_call_answered, on_nodes_answered
-from stepkeeper.node_agent.core.endings import escalate, suspicion
+from stepkeeper.node_agent.core.events import Alarm, Effect, ListJobs, Record, RecordDrain, Tell
 from stepkeeper.node_agent.core.incidents import (
-    LEFT_ALONE,
     agreed,
+    escalate,
     find,
     forget,
-    is_left_alone,
-    is_pending,
     joined,
     opened,
     place,
     put,
     says_more,
     stands,
+    suspicion,
     wants_agreement,
 )
 from stepkeeper.node_agent.core.plan import Decision, proceed, suspected
-from stepkeeper.node_agent.core.state import JOBS_MAX, Call, Incident, Mode, Outcome, Policy, Repair, State
-from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.core.state import (
+    JOBS_MAX,
+    LEFT_ALONE,
+    Call,
+    Incident,
+    Mode,
+    Outcome,
+    Policy,
+    Repair,
+    State,
+    is_left_alone,
+    is_pending,
+)
+from stepkeeper.node_agent.readings import NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Fault, Kind, Source
 
 replace = msgspec.structs.replace
@@ -68,12 +78,12 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
 def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
     state = replace(state, observing=policy.mode is Mode.OBSERVE)
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     for before in state.incidents:
         incident = _taken_up(state, before, policy)
         if incident != before:
             state = put(state, incident)
-            effects += (do.Record(incident=incident),)
+            effects += (Record(incident=incident),)
     drain = state.drain
     if drain is None:
         return Decision(state, effects)
@@ -84,7 +94,7 @@ def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
         drain = replace(drain, repair=Repair.REBOOT, passed=False)
         why = "the node was rebooted: its drain stays until the checks pass"
     if drain != state.drain:
-        effects += (do.RecordDrain(drain=drain),)
+        effects += (RecordDrain(drain=drain),)
     state = replace(state, drain=drain, watch_at=event.at)  # a person may have taken it away meanwhile
     return Decision(state, effects, why)
 
@@ -116,14 +126,14 @@ def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decis
 
 def _on_gpus_reset(state: State, event: on.GpusReset) -> Decision:
     """Close what was left alone and asked for a reset: it has been made."""
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     for incident in state.incidents:
         same = not event.pci or incident.pci in ("", event.pci)
         is_over = is_left_alone(incident) and incident.action is Action.DRAIN_RESET and incident.last_at < event.at
         if same and is_over:
             incident = replace(incident, outcome=Outcome.PASSED, outcome_why=event.why)  # noqa: PLW2901 - it is over
             state = put(state, incident)
-            effects += (do.Record(incident=incident),)
+            effects += (Record(incident=incident),)
     return Decision(state, effects, event.why if effects else "")
 
 
@@ -135,9 +145,9 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if before is None:
         incident = opened(state, fault, event.at, policy)
         state = forget(put(state, incident), event.at, policy)
-        effects: tuple[do.Effect, ...] = (do.Record(incident=incident),)
+        effects: tuple[Effect, ...] = (Record(incident=incident),)
         if incident.action is not Action.LOG:
-            effects += (do.ListJobs(incident=incident.id),)
+            effects += (ListJobs(incident=incident.id),)
         return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
@@ -148,9 +158,9 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     state = put(state, incident)
     if not says_more(before, incident):
         return Decision(state)
-    effects = (do.Record(incident=incident),)
+    effects = (Record(incident=incident),)
     if before.action is Action.LOG and incident.action is not Action.LOG:
-        effects += (do.ListJobs(incident=incident.id),)
+        effects += (ListJobs(incident=incident.id),)
     raised = incident.action is not before.action
     return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
 
@@ -162,7 +172,7 @@ def _left_in_service(state: State, before: Incident, fault: Fault, policy: Polic
     if fault.at <= before.last_at + policy.join_s or not fault.action.drains:
         return Decision(state)
     text = f"still there, and somebody returned the node with it: left in service: {fault.why}"
-    return Decision(state, (do.Record(incident=incident), do.Alarm(text=text, incident=incident.id)), text)
+    return Decision(state, (Record(incident=incident), Alarm(text=text, incident=incident.id)), text)
 
 
 def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
@@ -192,7 +202,7 @@ def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decis
             state = put(state, incident)
             if incident.settled and incident.outcome is Outcome.NOTED:
                 return _settle(state, incident, event.at, policy)
-            return Decision(state, (do.Record(incident=incident),))
+            return Decision(state, (Record(incident=incident),))
     return Decision(state)
 
 
@@ -224,12 +234,12 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
     outcome, why = _outcome(state, incident, at, policy)
     incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
     state = put(state, incident)
-    effects: tuple[do.Effect, ...] = (do.Record(incident=incident),)
+    effects: tuple[Effect, ...] = (Record(incident=incident),)
     doubtful = outcome is Outcome.SUSPECTED and incident.action.drains  # no job leaves for it yet
     if incident.action is not Action.LOG and incident.boot_id == state.boot_id and not doubtful:
-        effects += (do.Tell(incident=incident, drained=False),)
+        effects += (Tell(incident=incident, drained=False),)
     if outcome is Outcome.OBSERVED:
-        effects += (do.Alarm(text=why, incident=incident.id),)
+        effects += (Alarm(text=why, incident=incident.id),)
     return Decision(state, effects, why)
 
 

@@ -1,12 +1,13 @@
-"""What happened, as the agent's `decide` gets it.  Each says when: Unix seconds."""
+"""What `decide` gets and gives: events, which each say when (Unix seconds), and effects."""
 
 from __future__ import annotations
 
 import msgspec
 
-from stepkeeper.node_agent.sensors.readings import Gpu, NvmlState
+from stepkeeper.node_agent.core.state import Drain, Incident
+from stepkeeper.node_agent.readings import Gpu, NvmlState
 from stepkeeper.node_agent.xid.catalogue import Fault
-from stepkeeper.slurm.nodes import NodeFacts
+from stepkeeper.slurm.client import NodeFacts
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -86,3 +87,87 @@ class Tick(_Event, frozen=True, kw_only=True, tag="tick"):
 
 
 Event = Started | FaultSeen | GpusListed | NvmlStands | GpusReset | JobsListed | NodesAnswered | CallAnswered | Tick
+
+
+# What to do: the only output besides the next state.  Effects with a `call` are answered, always, by `NodesAnswered` or
+# `CallAnswered` with the same number.
+
+
+class _Effect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="effect"):
+    pass
+
+
+class Record(_Effect, frozen=True, kw_only=True, tag="record"):
+    """Write an incident to the ledger: a later line of the same id replaces the earlier one."""
+
+    incident: Incident
+
+
+class RecordDrain(_Effect, frozen=True, kw_only=True, tag="record_drain"):
+    """Write to the ledger which drain we hold; None: none any more."""
+
+    drain: Drain | None
+
+
+class Tell(_Effect, frozen=True, kw_only=True, tag="tell"):
+    """Say an incident to the jobs on the node."""
+
+    incident: Incident
+    drained: bool
+
+
+class ListJobs(_Effect, frozen=True, kw_only=True, tag="list_jobs"):
+    """Ask this node itself which jobs run on it; no call to the controller."""
+
+    incident: str
+
+
+class AskNodes(_Effect, frozen=True, kw_only=True, tag="ask_nodes"):
+    """Ask Slurm about the node and its peers, in one call."""
+
+    call: int
+    alone: bool = False  # about the node only: Slurm answers that without packing all nodes
+    crowded_s: float = 0.0  # where that takes so long, the size of the cluster is wanted too
+
+
+class SetDrain(_Effect, frozen=True, kw_only=True, tag="set_drain"):
+    """Drain our node."""
+
+    call: int
+    reason: str
+
+
+class Resume(_Effect, frozen=True, kw_only=True, tag="resume"):
+    """Return our node to service."""
+
+    call: int
+
+
+class Reboot(_Effect, frozen=True, kw_only=True, tag="reboot"):
+    """Have Slurm reboot our node."""
+
+    call: int
+    reason: str
+
+
+class ResetGpus(_Effect, frozen=True, kw_only=True, tag="reset_gpus"):
+    """Reset GPUs that nobody uses."""
+
+    call: int
+    pcis: tuple[str, ...]
+
+
+class CheckNode(_Effect, frozen=True, kw_only=True, tag="check_node"):
+    """Look whether the node is fit for jobs."""
+
+    call: int
+
+
+class Alarm(_Effect, frozen=True, kw_only=True, tag="alarm"):
+    """Say loudly what a person has to know."""
+
+    text: str
+    incident: str = ""
+
+
+Effect = Record | RecordDrain | Tell | ListJobs | AskNodes | SetDrain | Resume | Reboot | ResetGpus | CheckNode | Alarm

@@ -6,15 +6,20 @@ A fault comes as a burst: several lines, several codes, the kernel's words and N
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from stepkeeper.node_agent.core.state import CODES_MAX, PLACES_MAX, Incident, Outcome, Policy, State
-from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.events import Alarm, Effect, Record
+from stepkeeper.node_agent.core.plan import Decision, suspected
+from stepkeeper.node_agent.core.state import CODES_MAX, PLACES_MAX, Incident, Outcome, Policy, State, is_unfinished
+from stepkeeper.node_agent.readings import NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Fault, Kind, Source
+from stepkeeper.node_agent.xid.parse import SYSCTL
 
 replace = msgspec.structs.replace
 LASTING = (Kind.HEALTH, Kind.LOST, Kind.STUCK)  # a condition that is seen at every look, until it is mended
-LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
 NVML_KNOWS_NOT = 999  # what an NVML says that is older than the code
 MESSENGERS = (45, 154)  # they follow a cause: the incident keeps the cause's name
 
@@ -208,24 +213,185 @@ def _is_old(incident: Incident, at: float, policy: Policy) -> bool:
     return not is_unfinished(incident) and incident.last_at < at - policy.keep_s
 
 
-def is_unfinished(incident: Incident) -> bool:
-    """Tell whether something is still to come of it."""
-    return incident.outcome in (Outcome.OPEN, Outcome.DRAINED, Outcome.SUSPECTED) or is_left_alone(incident)
-
-
-def is_left_alone(incident: Incident) -> bool:
-    """Tell whether it asks for a drain that somebody else's hold, or the breaker, forbade, and is not over."""
-    return incident.outcome in LEFT_ALONE and incident.action.drains and not incident.returned
-
-
-def is_pending(incident: Incident) -> bool:
-    """Tell whether the node has to be drained for it, and nobody has dealt with that yet."""
-    return incident.outcome is Outcome.OPEN and incident.settled and incident.action.drains
-
-
 def _new_id(state: State, at: float) -> str:
     """Return `NODE.SECONDS`, unique on this node: it stands in Slurm's reason, and people look for it."""
     taken = {each.id for each in state.incidents}
     base = f"{state.node}.{int(at)}"
     names = (base if number == 1 else f"{base}.{number}" for number in range(1, len(taken) + 2))
     return next(name for name in names if name not in taken)
+
+
+# What comes back is more than it says it is.  Pure.
+#
+# The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) may be the
+# GPU's own where they come from one place on it, over jobs of different users: then the GPU is checked.  A drain
+# needs more, for any program can make such faults at will.
+
+PROGRAMS_OWN = frozenset((43, 45))  # the GPU is fine, says NVIDIA: these never count against it
+
+
+def escalate(
+    incident: Incident, others: Iterable[Incident], policy: Policy, *, repaired: bool = False
+) -> tuple[Action, str]:
+    """Return what an incident asks for in the light of earlier ones, and why; its own action and "" where nothing.
+
+    `repaired`: the node that we hold has been, since it was drained.
+    """
+    others = list(others)
+    before = [each for each in others if each.id != incident.id and _same(each, incident)]
+    before = [each for each in before if each.first_at <= incident.first_at]
+    action = incident.action
+    if action in (Action.DRAIN_RESET, Action.DRAIN_REBOOT):
+        since = incident.first_at - policy.repeat_within_s
+        earlier = [
+            each
+            for each in before
+            if each.action.drains and each.first_at >= since and _mended(each, incident, repaired=repaired)
+        ]
+        if earlier:
+            days = (incident.first_at - earlier[-1].first_at) / 86400
+            return Action.DRAIN_RMA, f"{earlier[-1].name} on this GPU {days:.1f} days before ({earlier[-1].id})"
+    return action, ""
+
+
+def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) -> str:
+    """Say that one place on a GPU cost several jobs their lives, and no job and no user was there each time.
+
+    "" where it is not so, or where the GPU has passed a check since.
+    """
+    if not _counts(incident):
+        return ""
+    others = list(others)
+    before = [each for each in others if each.id != incident.id and _same(each, incident)]
+    before = [each for each in before if each.first_at <= incident.first_at]
+    since = incident.first_at - policy.restarts_within_s
+    since = max([since, *(each.last_at for each in before if each.checked)])
+    counted = [
+        each
+        for each in [*before, incident]
+        if each.first_at >= since
+        and _counts(each)
+        and not each.checked
+        and each.places == incident.places
+        and not any(_same_cause(each, other, policy) for other in others)
+    ]
+    if len(counted) < policy.restarts_max or incident not in counted:
+        return ""
+    always_there = set.intersection(*(set(each.jobs) for each in counted))
+    if always_there:
+        return ""  # one job explains them all
+    if set.intersection(*(set(each.uids) for each in counted)):
+        return ""  # so does one user's program, in however many jobs
+    jobs = {job for each in counted for job in each.jobs}
+    names = ", ".join(sorted({each.name for each in counted}))
+    return f"{len(counted)} faults ({names}) at {incident.places[0]} of this GPU in a day, over {len(jobs)} jobs"
+
+
+def _counts(incident: Incident) -> bool:
+    own = frozenset(incident.codes) <= PROGRAMS_OWN
+    known = bool(incident.jobs and incident.uids) and len(incident.places) == 1
+    return incident.action is Action.RESTART_JOB and known and not own
+
+
+def _same_cause(incident: Incident, other: Incident, policy: Policy) -> bool:
+    """Tell whether the jobs of an incident had a fault on another GPU at that time: then it is not this GPU's."""
+    if other.id == incident.id or not other.codes or other.boot_id != incident.boot_id or _same(other, incident):
+        return False
+    if other.jobs and not set(other.jobs) & set(incident.jobs):
+        return False
+    return other.first_at <= incident.last_at + policy.join_s and incident.first_at <= other.last_at + policy.join_s
+
+
+def _mended(earlier: Incident, incident: Incident, *, repaired: bool) -> bool:
+    """Tell whether the GPU was repaired, or moved, between the two: else it is the old fault that speaks again."""
+    back = earlier.outcome is Outcome.RESOLVED or (repaired and earlier.outcome is Outcome.DRAINED)
+    return (
+        back
+        or earlier.boot_id != incident.boot_id
+        or bool(earlier.pci and incident.pci and earlier.pci != incident.pci)
+    )
+
+
+def _same(one: Incident, other: Incident) -> bool:
+    """Compare by UUID: a board that was moved takes its history along."""
+    if one.gpu and other.gpu:
+        return one.gpu == other.gpu
+    return bool(one.pci) and one.pci == other.pci
+
+
+# What a look at the GPUs says of faults that NVML did not report unasked.  Pure.
+#
+# The kernel log is the word of one witness: before a drain NVML, where it is there, must not find the GPU well.  What
+# a check can say to be over, and what only a reset or reboot ends, is decided here too.
+
+OFF_THE_BUS = 79
+
+
+def on_looked(state: State, event: on.CallAnswered) -> Decision:
+    """Decide what was suspected when the look began."""
+    effects: tuple[Effect, ...] = ()
+    whys: list[str] = []
+    for before in suspected(state):
+        if before.id in state.call_incidents:
+            of_drain = before.action.drains
+            incident = _agreed(before, event.looked, state) if of_drain else _checked(before, event)
+            whys.append(incident.outcome_why)
+            state = put(state, incident)
+            effects += (Record(incident=incident),)
+            if incident.settled:  # else it is settled anew, and said then
+                effects += (Alarm(text=incident.outcome_why, incident=incident.id),)
+    return Decision(state, effects, "; ".join(whys))
+
+
+def _agreed(incident: Incident, looked: on.Looked | None, state: State) -> Incident:
+    """Return what asks for a drain, agreed or doubted."""
+    label = f"{incident.name} {incident.gpu_label}".strip()
+    known = looked is None or incident.pci in looked.here or incident.pci in dict(state.gpus)
+    if looked is None or not looked.answers or (known and not _finds_it_well(incident, looked, state)):
+        return replace(incident, agreed=True, settled=False, outcome=Outcome.OPEN, outcome_why=f"{label}: NVML agrees")
+    finds = "finds that GPU well" if known else "and the kernel know of no such GPU"
+    why = f"the kernel log says {label}, and NVML {finds}: no drain; users can write such records where {SYSCTL} is 1"
+    return replace(incident, outcome=Outcome.DOUBTED, outcome_why=why)
+
+
+def _finds_it_well(incident: Incident, looked: on.Looked, state: State) -> bool:
+    """Tell whether NVML contradicts the kernel's log.
+
+    A GPU that answers is on the bus.  Of other faults NVML sends an event, unless it was not listened to then; its
+    recovery action shows those too, where the driver has it.
+    """
+    if incident.kind is Kind.LOST or incident.decisive == OFF_THE_BUS:
+        return incident.pci in looked.answering
+    listened = state.nvml_since is not None and incident.first_at >= state.nvml_since
+    return incident.pci in looked.well and (listened or incident.pci in looked.vouched)
+
+
+def _checked(incident: Incident, event: on.CallAnswered) -> Incident:
+    """Return what programs' faults in one place have led to: a drain only where the check itself finds something."""
+    why = incident.outcome_why
+    if event.looked is None:
+        return replace(incident, outcome=Outcome.NOTED, outcome_why=f"{why}; the GPU cannot be checked: {event.error}")
+    if incident.pci in event.looked.well:
+        text = f"{why}; the GPU passed its check: run a field diagnostic at the next occasion"
+        return replace(incident, outcome=Outcome.NOTED, outcome_why=text, checked=True)
+    return replace(
+        incident,
+        action=Action.DRAIN_RESET,
+        escalated=f"{why}; the GPU failed its check: {event.error}",
+        agreed=True,
+        settled=False,
+        outcome=Outcome.OPEN,
+        outcome_why="",
+    )
+
+
+def is_over(incident: Incident, looked: on.Looked | None, state: State) -> bool:
+    """Tell whether checks that the node has passed end a fault.
+
+    What NVML alone has shown, a look can show to be gone.  Of what the kernel said, only a GPU that reports its
+    recovery action can say that it is over.  What a person has to look at is over where that GPU is not there any more.
+    """
+    if incident.action is Action.DRAIN_RMA:
+        return bool(incident.gpu and state.gpus) and incident.gpu not in dict(state.gpus).values()
+    shown = incident.sources == (Source.NVML,) and not incident.codes
+    return shown or (looked is not None and incident.pci in looked.vouched)

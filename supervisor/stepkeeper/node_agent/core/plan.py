@@ -16,11 +16,31 @@ from typing import assert_never
 
 import msgspec
 
-from stepkeeper.node_agent.core import effects as do
-from stepkeeper.node_agent.core.incidents import is_left_alone, is_pending
-from stepkeeper.node_agent.core.state import Call, Drain, Incident, Mode, Outcome, Policy, Repair, State
+from stepkeeper.node_agent.core.events import (
+    Alarm,
+    AskNodes,
+    CheckNode,
+    Effect,
+    Reboot,
+    RecordDrain,
+    ResetGpus,
+    Resume,
+    SetDrain,
+)
+from stepkeeper.node_agent.core.state import (
+    Call,
+    Drain,
+    Incident,
+    Mode,
+    Outcome,
+    Policy,
+    Repair,
+    State,
+    is_left_alone,
+    is_pending,
+)
 from stepkeeper.node_agent.xid.catalogue import Action
-from stepkeeper.slurm.nodes import REASON_PREFIX, NodeFacts
+from stepkeeper.slurm.client import REASON_PREFIX, NodeFacts
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
@@ -37,7 +57,7 @@ class Decision(msgspec.Struct, frozen=True):
     """The next state, a work order, and one clause that says why (empty when nothing changed)."""
 
     state: State
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     why: str = ""
 
 
@@ -111,7 +131,7 @@ def due_at(state: State) -> float | None:
     return min(dues, default=None)
 
 
-def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tuple[do.Effect, ...]]:
+def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tuple[Effect, ...]]:
     """Put a call in flight."""
     number = state.call_number + 1
     within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
@@ -120,33 +140,33 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
     return state, (*noted, _effect(state, kind, number, policy))
 
 
-def _noted(state: State, kind: Call) -> tuple[State, tuple[do.Effect, ...]]:
+def _noted(state: State, kind: Call) -> tuple[State, tuple[Effect, ...]]:
     """Note a call that may return the node to service: its answer may be lost, and we may end before it comes."""
     drain = state.drain
     if drain is None or kind not in RETURNS:
         return state, ()
     rebooted = kind is Call.REBOOT
     drain = replace(drain, resume_sent=drain.resume_sent or not rebooted, reboot_sent=drain.reboot_sent or rebooted)
-    return replace(state, drain=drain), (do.RecordDrain(drain=drain),)
+    return replace(state, drain=drain), (RecordDrain(drain=drain),)
 
 
-def _effect(state: State, kind: Call, number: int, policy: Policy) -> do.Effect:
+def _effect(state: State, kind: Call, number: int, policy: Policy) -> Effect:
     match kind:
         case Call.COUNT | Call.WATCH:
             counts = state.listened and (kind is Call.COUNT or is_refused(state))
-            return do.AskNodes(call=number, alone=not counts, crowded_s=policy.crowded_s)
+            return AskNodes(call=number, alone=not counts, crowded_s=policy.crowded_s)
         case Call.RECOUNT:
-            return do.AskNodes(call=number)
+            return AskNodes(call=number)
         case Call.DRAIN:
-            return do.SetDrain(call=number, reason=state.call_reason)
+            return SetDrain(call=number, reason=state.call_reason)
         case Call.TAKE_BACK | Call.RESUME:
-            return do.Resume(call=number)
+            return Resume(call=number)
         case Call.CHECK | Call.LOOK:
-            return do.CheckNode(call=number)
+            return CheckNode(call=number)
         case Call.RESET:
-            return do.ResetGpus(call=number, pcis=gpus_to_reset(state))
+            return ResetGpus(call=number, pcis=gpus_to_reset(state))
         case Call.REBOOT:
-            return do.Reboot(call=number, reason=state.call_reason if state.drain is None else state.drain.reason)
+            return Reboot(call=number, reason=state.call_reason if state.drain is None else state.drain.reason)
         case _:
             assert_never(kind)
 
@@ -161,9 +181,9 @@ def failed(state: State, at: float, error: str, policy: Policy) -> Decision:
     pause: float = min(policy.retry_max_s, policy.retry_s * 2.0 ** min(state.tries, 16))
     pause *= 0.75 + 0.5 * fraction(f"{state.node} {state.tries}")
     state = replace(state, call=None, tries=state.tries + 1, retry_at=at + pause)
-    effects: tuple[do.Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()
     if state.tries == 1 or state.tries % 60 == 0:
-        effects = (do.Alarm(text=f"a call failed and will be made again: {error}"),)
+        effects = (Alarm(text=f"a call failed and will be made again: {error}"),)
     return Decision(state, effects, f"{error}; again in {pause:.1f} s")
 
 

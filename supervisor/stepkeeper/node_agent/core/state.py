@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.node_agent.sensors.readings import NvmlState
+from stepkeeper.node_agent.readings import NvmlState
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind, Source
 
 CODES_MAX = 16
@@ -71,6 +71,24 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not self.pci:
             return f"GPU {self.gpu}" if self.gpu else ""
         return f"GPU {self.pci}" + (f" ({self.gpu})" if self.gpu else "")
+
+
+LEFT_ALONE = (Outcome.FOREIGN, Outcome.REFUSED, Outcome.TAKEN_BACK)
+
+
+def is_unfinished(incident: Incident) -> bool:
+    """Tell whether something is still to come of it."""
+    return incident.outcome in (Outcome.OPEN, Outcome.DRAINED, Outcome.SUSPECTED) or is_left_alone(incident)
+
+
+def is_left_alone(incident: Incident) -> bool:
+    """Tell whether it asks for a drain that somebody else's hold, or the breaker, forbade, and is not over."""
+    return incident.outcome in LEFT_ALONE and incident.action.drains and not incident.returned
+
+
+def is_pending(incident: Incident) -> bool:
+    """Tell whether the node has to be drained for it, and nobody has dealt with that yet."""
+    return incident.outcome is Outcome.OPEN and incident.settled and incident.action.drains
 
 
 class Repair(StrEnum):

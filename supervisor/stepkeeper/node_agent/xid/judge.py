@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from stepkeeper.node_agent.sensors.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
+from stepkeeper.node_agent.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
 from stepkeeper.node_agent.xid import payload
 from stepkeeper.node_agent.xid.catalogue import (
     TEXT_CHARACTERS_MAX,

@@ -18,13 +18,12 @@ from stepkeeper.run_store import lease
 from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
 from stepkeeper.supervisor.actions.verify_pool import Read, VerifyPool, Wanted
 from stepkeeper.supervisor.sources.process import Inbox, Part
-from stepkeeper_trainer.formats import cache as caching
 from stepkeeper_trainer.formats import lineage, steps
-from stepkeeper_trainer.formats.cache import Cache
+from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.lease import Lease, LeaseError
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import Verdict, names_of_shard, unread, verify
+from stepkeeper_trainer.formats.verify import Cache, Verdict, names_of_shard, unread, verify
 from stepkeeper_trainer.store import space
 
 PROBLEM_CHARACTERS_MAX = 500
@@ -219,7 +218,7 @@ def _let_settle(directory: Path, should_stop: Callable[[], bool]) -> None:
             newest = max((entry.stat(follow_symlinks=False).st_ctime for entry in entries), default=0.0)
     except OSError:
         return  # the verification says what is wrong
-    until = time.monotonic() + min(newest + caching.SETTLED_S - time.time(), SETTLE_MAX_S)
+    until = time.monotonic() + min(newest + verifying.SETTLED_S - time.time(), SETTLE_MAX_S)
     while time.monotonic() < until and not should_stop():
         time.sleep(SETTLE_LOOK_S)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.submit import plan
-from stepkeeper_trainer.formats.interval import RELIABILITY_VARIABLE, FailureRate
+from stepkeeper_trainer.coordinate.cadence import RELIABILITY_VARIABLE, FailureRate
 from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, TrackerIds, read_tracker_ids
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ import msgspec
 from stepkeeper.supervisor.actions.shards import Shards
 from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.watcher import messages as lines
-from stepkeeper_trainer.formats.cache import Cache
 from stepkeeper_trainer.formats.reading import Reading
-from stepkeeper_trainer.formats.verify import ShardVerdict, Verdict, join_shards, verify_shard
+from stepkeeper_trainer.formats.verify import Cache, ShardVerdict, Verdict, join_shards, verify_shard
 
 MIB = 2**20
 READERS_MAX = 32  # more do not make shared storage faster

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from stepkeeper.isolation import flags
-from stepkeeper.node_agent.sensors import readings
-from stepkeeper.node_agent.sensors.readings import Begins, FromChild, GpuHealth, NvmlState, NvmlStatus, Reading
-from stepkeeper.node_agent.sensors.stoppable import Stoppable
+from stepkeeper.node_agent import readings
+from stepkeeper.node_agent.readings import Begins, FromChild, GpuHealth, NvmlState, NvmlStatus, Reading, Stoppable
 
-COMMAND = ("-m", "stepkeeper.node_agent.sensors.nvml_child")
+COMMAND = ("-m", "stepkeeper.node_agent.nvml_child")
 STARTING = "start of the NVML process"
 STDERR_BYTES = 1000  # the last of them are reported when it dies
 DIES_WITHIN_S = 1.0  # after SIGKILL; longer means uninterruptible sleep in the driver

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from stepkeeper.node_agent import protocol
+from stepkeeper.node_agent.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, JoinedJobs, Limits, job_of
 from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequest
 from stepkeeper.node_agent.protocol import (
     Accepted,
@@ -27,10 +28,7 @@ from stepkeeper.node_agent.protocol import (
     Seen,
     ToAgent,
 )
-from stepkeeper.node_agent.socket import peers
-from stepkeeper.node_agent.socket.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, JoinedJobs, Limits
-from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeClient, OwnedJob
+from stepkeeper.slurm.client import NodeClient, OwnedJob, SlurmError
 
 # Slurm is asked whose job it is on a thread of its own: a controller that is away must not stop the socket.
 
@@ -213,7 +211,7 @@ class Requests:
         if peer.uid == ROOT:
             self._joins(connection, join, "root", now)
             return
-        member = peers.job_of(connection.socket, peer)
+        member = job_of(connection.socket, peer)
         if member is not None and member.job_id == join.job_id and member.node in ("", self._joined.node):
             self._joins(connection, join, "control group", now)
             return

@@ -1,6 +1,6 @@
 """The only process that calls NVML, and the only module that imports pynvml.
 
-Started by `sensors.nvml` as `python -I -m stepkeeper.node_agent.sensors.nvml_child
+Started by `nvml` as `python -I -m stepkeeper.node_agent.nvml_child
 [--once] [--health-every-s N]`.  A call
 into the driver can block for 45 s and more (XID 119), so this process does nothing else: two threads call, each says
 before each call what it begins, and the parent keeps the time.  It ends when its standard input does.
@@ -22,8 +22,8 @@ from typing import Any
 
 import pynvml
 
-from stepkeeper.node_agent.sensors.evidence import Roots, gpu_addresses
-from stepkeeper.node_agent.sensors.readings import (
+from stepkeeper.node_agent.kernel import Roots, gpu_addresses
+from stepkeeper.node_agent.readings import (
     ENDS_ABSENT,
     ENDS_TO_BEGIN_ANEW,
     HEALTH,

@@ -16,14 +16,13 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from stepkeeper.node_agent.sensors.readings import Evidence, KernelGap, KernelRecord, Reading
-from stepkeeper.node_agent.sensors.stoppable import Stoppable
+from stepkeeper.node_agent.readings import Evidence, KernelGap, KernelRecord, Reading, Stoppable
 from stepkeeper.node_agent.xid.parse import SYSCTL
 
 DEVICE = "/dev/kmsg"
@@ -234,13 +233,13 @@ class KernelLog(Stoppable):
 # /dev/kmsg begins anew with every boot.  A node without journald, or whose journal is not kept on disk, has nothing
 # to tell, and that is fine.
 
-COMMAND = ("journalctl",)
-LINES_MAX = 50_000  # the newest
-BYTES_MAX = 64 * 1024 * 1024
-WITHIN_S = 20.0
+JOURNALCTL = ("journalctl",)
+JOURNAL_LINES_MAX = 50_000  # the newest
+JOURNAL_BYTES_MAX = 64 * 1024 * 1024
+JOURNAL_WITHIN_S = 20.0
 ENDS_WITHIN_S = 1.0
 LOOKS_UP_S = 0.2  # to see whether the agent stops
-FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
+JOURNAL_FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
 UNKNOWN_SEQUENCE = -1  # the journal does not keep the record's number
 USEC = 1_000_000
 
@@ -248,17 +247,17 @@ USEC = 1_000_000
 def previous_boot(
     callback: Callable[[KernelRecord], None],
     *,
-    command: Sequence[str] = COMMAND,
-    within_s: float = WITHIN_S,
-    bytes_max: int = BYTES_MAX,
+    command: Sequence[str] = JOURNALCTL,
+    within_s: float = JOURNAL_WITHIN_S,
+    bytes_max: int = JOURNAL_BYTES_MAX,
     stopped: threading.Event | None = None,
 ) -> str:
     """Hand over the kernel's records of the boot before, oldest first; return what was wrong, "" where nothing was.
 
     Never raises; returns in time, or soon after `stopped` was set (and a second for journalctl to die).
     """
-    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(LINES_MAX)]
-    arguments.append(f"--output-fields={FIELDS}")
+    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(JOURNAL_LINES_MAX)]
+    arguments.append(f"--output-fields={JOURNAL_FIELDS}")
     try:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
@@ -269,7 +268,7 @@ def previous_boot(
     code: int | None = None
     try:
         with process.stdout:
-            problem = _read(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
+            problem = _read_journal(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
         if not problem:
             code = process.wait(ENDS_WITHIN_S)
     except subprocess.TimeoutExpired:
@@ -281,7 +280,7 @@ def previous_boot(
     return "no journal of the boot before" if code else problem
 
 
-def _read(
+def _read_journal(
     stream: IO[bytes],
     callback: Callable[[KernelRecord], None],
     until: float,
@@ -302,13 +301,13 @@ def _read(
         size += len(data)
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            record = parse(line)
+            record = parse_journal(line)
             if record is not None:
                 callback(record)
     return f"the journal was not read to its end: more than {bytes_max} bytes"
 
 
-def parse(line: bytes) -> KernelRecord | None:
+def parse_journal(line: bytes) -> KernelRecord | None:
     """Return one entry; None where it is not the kernel's own, or not readable."""
     try:
         entry = json.loads(line)
@@ -333,3 +332,211 @@ def _text(message: Any) -> str:
 def _dashed(boot: str) -> str:
     """Return the boot's id as the kernel writes it."""
     return "-".join((boot[:8], boot[8:12], boot[12:16], boot[16:20], boot[20:]))
+
+
+# What sysfs and /proc say: counters and states that prove nothing, but help to understand a fault.
+#
+# `read_counters` returns everything, `news` what is worth a line: what has changed for the worse since the last time.
+
+NVIDIA = "0x10de"
+DISPLAY_CLASS = "0x03"  # PCI class of every GPU, with a display or without
+AER_FILES = ("correctable", "nonfatal", "fatal")
+# of InfiniBand and RoCE: these count what went wrong, the others traffic
+PORT_COUNTERS = (
+    "link_downed",
+    "link_error_recovery",
+    "symbol_error",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "VL15_dropped",
+)
+ACTIVE = "ACTIVE"
+PRESSURE_NEWS = 10.0  # per cent of the last ten seconds in which a process waited for memory
+FREE_NEWS = 0.02  # of a file system
+FILE_BYTES_MAX = 4096
+GIB = 1024**3
+
+
+class Roots(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to look."""
+
+    sys: Path = Path("/sys")
+    proc: Path = Path("/proc")
+    disks: tuple[str, ...] = ("/", "/tmp", "/dev/shm")  # noqa: S108 - whether they are full, no more
+
+
+def read_counters(roots: Roots) -> tuple[Evidence, ...]:
+    """Return everything that is known here."""
+    now = time.time()
+    return (*aer(roots, now), *infiniband(roots, now), *memory_pressure(roots, now), *disks(roots, now))
+
+
+def gpu_addresses(roots: Roots) -> tuple[str, ...]:
+    """Return the PCI addresses of NVIDIA's GPUs as the kernel knows them, with or without a driver."""
+    devices = roots.sys / "bus/pci/devices"
+    return tuple(
+        name
+        for name in _names(devices)
+        if _file_text(devices / name / "vendor") == NVIDIA
+        and _file_text(devices / name / "class").startswith(DISPLAY_CLASS)
+    )
+
+
+def device_addresses(roots: Roots) -> tuple[str, ...]:
+    """Return the PCI addresses of all of NVIDIA's devices, NVSwitches too, as the kernel knows them."""
+    devices = roots.sys / "bus/pci/devices"
+    return tuple(name for name in _names(devices) if _file_text(devices / name / "vendor") == NVIDIA)
+
+
+def aer(roots: Roots, at: float) -> Iterator[Evidence]:
+    """Tell how many PCIe errors each GPU has reported since boot."""
+    for address in gpu_addresses(roots):
+        values = {}
+        for kind in AER_FILES:
+            text = _file_text(roots.sys / "bus/pci/devices" / address / f"aer_dev_{kind}")
+            total = next((line.split()[1] for line in text.splitlines() if line.startswith("TOTAL_ERR_")), "")
+            if total.isdecimal():
+                values[kind] = float(total)
+        if values:
+            text = ", ".join(f"{count:.0f} {kind}" for kind, count in values.items())
+            yield Evidence(at=at, what="aer", where=address, text=f"PCIe errors: {text}", values=values)
+
+
+def infiniband(roots: Roots, at: float) -> Iterator[Evidence]:
+    """Tell state and error counters of each port."""
+    devices = roots.sys / "class/infiniband"
+    for device in _names(devices):
+        for port in _names(devices / device / "ports"):
+            path = devices / device / "ports" / port
+            state = _file_text(path / "state").partition(": ")[2]  # `4: ACTIVE`
+            physical = _file_text(path / "phys_state").partition(": ")[2]
+            layer = _file_text(path / "link_layer")
+            if not state:
+                continue
+            values = {"active": float(state == ACTIVE)}
+            for counter in PORT_COUNTERS:
+                count = _file_text(path / "counters" / counter)
+                if count.isdecimal():
+                    values[counter] = float(count)
+            words = f"{layer or 'port'} {state.lower()}, {physical.lower() or 'physical state unknown'}"
+            yield Evidence(at=at, what="infiniband", where=f"{device}/{port}", text=words, values=values)
+
+
+def memory_pressure(roots: Roots, at: float) -> Iterator[Evidence]:
+    """Tell how much of the last ten seconds processes waited for memory."""
+    values = {}
+    for line in _file_text(roots.proc / "pressure/memory").splitlines():
+        kind, *pairs = line.split()
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if name == "avg10":
+                values[kind] = _number(value)
+    if values:
+        text = f"{values.get('some', 0.0):g} % of the time some process waited for memory"
+        yield Evidence(at=at, what="memory_pressure", where="node", text=text, values=values)
+
+
+def disks(roots: Roots, at: float) -> Iterator[Evidence]:
+    """Tell how full the node's own file systems are; never ask this of a network's: it may hang."""
+    for path in roots.disks:
+        try:
+            status = os.statvfs(path)
+        except OSError:
+            continue  # not there
+        free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+        if size:
+            text = f"{free / GIB:.1f} GiB of {size / GIB:.1f} GiB free"
+            yield Evidence(at=at, what="disk", where=path, text=text, values={"free": float(free), "size": float(size)})
+
+
+def news(before: Iterable[Evidence], after: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """Return what is worse in `after`; of a first look what is bad as it is.  Pure."""
+    known = {(evidence.what, evidence.where): evidence for evidence in before}
+    found = []
+    for evidence in after:
+        old = known.get((evidence.what, evidence.where))
+        if old is not None and old.values == evidence.values:
+            continue
+        if worse := _worse(old, evidence):
+            found.append(msgspec.structs.replace(evidence, text=f"{evidence.text}; {worse}"))
+    return tuple(found)
+
+
+def _worse(old: Evidence | None, new: Evidence) -> str:
+    """Return in what way; "" where it is not."""
+    was = old.values if old is not None else {}
+    if new.what == "memory_pressure":
+        limit = PRESSURE_NEWS
+        above = new.values.get("some", 0.0) >= limit > was.get("some", 0.0)
+        return f"above {limit:g} %" if above else ""
+    if new.what == "disk":
+        full = new.values["free"] < FREE_NEWS * new.values["size"]
+        was_full = bool(was) and was["free"] < FREE_NEWS * was["size"]
+        return "nearly full" if full and not was_full else ""
+    if old is None:
+        return ""  # counters since boot: what matters is that they grow
+    words = [
+        f"{name} grew by {value - was[name]:.0f}"
+        for name, value in new.values.items()
+        if name != "active" and name in was and value > was[name]
+    ]
+    if was.get("active", 0.0) > new.values.get("active", 0.0):
+        words.insert(0, "the link went down")
+    elif was.get("active", 1.0) < new.values.get("active", 1.0):
+        words.insert(0, "the link came up")
+    return ", ".join(words)
+
+
+class EvidenceReader(Stoppable):
+    """Looks now and then, on a thread of its own (a broken adapter's files can hang); hands news to a callback."""
+
+    def __init__(
+        self,
+        callback: Callable[[Reading], None],
+        *,
+        roots: Roots | None = None,
+        every_s: float = 60.0,
+        on_failure: Callable[[BaseException], object],
+    ) -> None:
+        super().__init__("evidence", on_failure)
+        self._callback = callback
+        self._roots = roots or Roots()
+        self._every_s = every_s
+        self._now: tuple[Evidence, ...] = ()
+
+    @property
+    def latest(self) -> tuple[Evidence, ...]:
+        """Everything, as of the last look: goes beside a fault."""
+        return self._now
+
+    def _run(self) -> None:
+        while True:
+            before, self._now = self._now, read_counters(self._roots)
+            for evidence in news(before, self._now):
+                self._callback(evidence)
+            if self._stopped(self._every_s):
+                return
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []  # not this kind of node
+
+
+def _file_text(path: Path) -> str:
+    """Return a small file's text; "" where it is missing or cannot be read: then this node does not say."""
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES_MAX).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

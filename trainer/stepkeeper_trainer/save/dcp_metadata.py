@@ -1,27 +1,39 @@
-"""Numbers, lists and text of the state under the names that stock `torch.distributed.checkpoint.load` asks for.
+"""What stock `torch.distributed.checkpoint` reads of a step directory besides the tensors: `.metadata`, and values.
 
-Stepkeeper keeps them as JSON in tensors, and reads nothing else.  Stock DCP wants a pickled value for each: a learning
-rate is one under `optimizer.param_groups.0.lr`; with `flatten_optimizer_state_dict` each parameter has one.  Rank 0
-writes each value once into a small file; `.metadata` has the names, and many of them point at the same bytes.
+`.metadata` is made from the plan and what all ranks have written: the same bytes as last time, mostly.
+
+Numbers, lists and text of the state have the names there that stock `load` asks for.  Stepkeeper keeps them as JSON in
+tensors, and reads nothing else.  Stock DCP wants a pickled value for each: a learning rate is one under
+`optimizer.param_groups.0.lr`; with `flatten_optimizer_state_dict` each parameter has one.  Rank 0 writes each value
+once into a small file; `.metadata` has the names, and many of them point at the same bytes.
 """
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
-from stepkeeper_trainer.formats.decoding import collection_paused
-from stepkeeper_trainer.save.report import Item, encode_items
+from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.formats.plain import collection_paused
+from stepkeeper_trainer.save.report import Item, decode_items, encode_items
+from stepkeeper_trainer.state.keys import TREE_PREFIX
 from stepkeeper_trainer.state.tree import from_blob, join
-from stepkeeper_trainer.state.variants import TREE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import msgspec
+
+    from stepkeeper_trainer.save.planner import Share
+    from stepkeeper_trainer.save.report import RankReport
 
 VALUES_NAME = "values.bin"
 _UNSAFE = frozenset(  # a load would need more than plain data
@@ -168,3 +180,67 @@ def _is_plain(skeleton: Any) -> bool:
         case list():
             return all(map(_is_plain, skeleton))
     return True
+
+
+_NO_SAVE_ID = "0" * 32  # in its place, until a save is known
+_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # of the format; an older torch names none
+
+
+class Description:
+    """Pickled once for a layout; only the save's name differs from save to save."""
+
+    def __init__(self) -> None:
+        self._made_from: tuple[object, ...] | None = None
+        self._data = b""
+
+    def of(self, save_id: str, share: Share, reports: list[RankReport]) -> bytes:
+        """Return the bytes of `.metadata`.
+
+        Raises:
+            SaveError: what was written is not what was planned.
+        """
+        made_from = (share, *(xxhash.xxh3_128_digest(bytes(report.items)) for report in reports))
+        if self._made_from is None or self._made_from[0] is not share or self._made_from != made_from:
+            with collection_paused():
+                self._data = _encode(share, reports)
+            self._made_from = made_from
+        return self._data.replace(_NO_SAVE_ID.encode(), save_id.encode())
+
+
+def _encode(share: Share, reports: list[RankReport]) -> bytes:
+    metadata = share.metadata
+    assert metadata is not None, "rank 0 knows the whole"
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
+    written: set[tuple[str, tuple[int, ...] | None]] = set()
+    entries, names = metadata.state_dict_metadata, metadata.planner_data
+    for report in reports:
+        for item in decode_items(report):
+            if item.file == VALUES_NAME and item.name in entries:
+                continue  # a tensor has that name already
+            offset = None if item.offsets is None else torch.Size(item.offsets)
+            place = (item.file, item.start, item.length)
+            storage[MetadataIndex(item.name, offset, item.index)] = places.get(place) or places.setdefault(
+                place, _StorageInfo(*place)
+            )
+            written.add((item.name, item.offsets))
+    for name, entry in entries.items():
+        if isinstance(entry, BytesStorageMetadata) and (name, None) not in written:
+            raise SaveError(f"nobody wrote {name}")
+        for chunk in getattr(entry, "chunks", []):
+            if (name, chunk.offsets) not in written and (name, None) not in written:
+                raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
+    values = [index.fqn for index in storage if index.fqn not in entries]
+    whole = replace(
+        metadata,
+        state_dict_metadata=entries | dict.fromkeys(values, BytesStorageMetadata()),
+        planner_data=names | {name: (name,) for name in values} if names is not None else None,
+        storage_data=storage,
+        storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
+    )
+    if _DCP_VERSION is not None:
+        whole.version = _DCP_VERSION
+    data = pickle.dumps(whole)
+    if data.count(_NO_SAVE_ID.encode()) != 1:
+        raise SaveError(f"a tensor's name contains {_NO_SAVE_ID}")
+    return data

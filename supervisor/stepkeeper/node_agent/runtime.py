@@ -1,0 +1,439 @@
+"""The agent's log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3))."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO, cast
+
+import msgspec
+import structlog
+
+from stepkeeper import __version__, loop_tools
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.log import PatientStream
+from stepkeeper.node_agent import evaluate, kernel
+from stepkeeper.node_agent.config import NodeConfig
+from stepkeeper.node_agent.core import events as on
+from stepkeeper.node_agent.core.events import AskNodes, CheckNode, Event, ListJobs, Reboot, ResetGpus, Resume, SetDrain
+from stepkeeper.node_agent.core.state import Mode, State
+from stepkeeper.node_agent.evaluate import Fitness
+from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
+from stepkeeper.node_agent.nvml import NvmlProcess
+from stepkeeper.node_agent.protocol import Seen
+from stepkeeper.node_agent.readings import KernelRecord, Reading
+from stepkeeper.node_agent.requests import LookRequest
+from stepkeeper.node_agent.server import AgentSocket, PlaceError
+from stepkeeper.redaction import redact
+from stepkeeper.slurm.client import JobsHere, NodeClient, NodeFacts, SlurmError
+
+PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+
+
+def stdout_is_journal() -> bool:
+    """Tell whether our lines go to journald, as systemd says in JOURNAL_STREAM."""
+    if sys.stdout is None:  # closed before we started
+        return False
+    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        status = os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return False
+    return (device, inode) == (str(status.st_dev), str(status.st_ino))
+
+
+def configure_log(stream: PatientStream, *, journal: bool, **static: str) -> structlog.typing.FilteringBoundLogger:
+    """Set up the log and return the logger.  `static` keys stand in every line."""
+
+    def render(_: Any, __: str, event: structlog.typing.EventDict) -> str:
+        """Put what a reader looks for first in front."""
+        level = str(event.get("level", "info"))
+        first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+        rest = {key: redact(value) if isinstance(value, str) else value for key, value in event.items()}
+        line = cast("str", json(None, "", {**first, **static, **rest}))
+        return f"<{PRIORITIES.get(level, 6)}>{line}" if journal else line
+
+    json = structlog.processors.JSONRenderer(sort_keys=False)
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True), render],
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
+        cache_logger_on_first_use=True,
+    )
+    return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger())
+
+
+# Words to systemd, the only place that imports `sdnotify`.  Without NOTIFY_SOCKET they go nowhere.
+
+
+class Systemd:
+    """READY, STATUS, WATCHDOG and STOPPING.  The watchdog is fed by the agent's loop, and by nothing else."""
+
+    def __init__(self) -> None:
+        """Raises `StepkeeperError` where systemd waits for words and nobody can say them."""
+        self._notifier = None
+        if os.environ.get("NOTIFY_SOCKET"):
+            try:
+                import sdnotify  # noqa: PLC0415 - only here, and only below systemd
+            except ImportError as error:
+                raise StepkeeperError(
+                    "systemd waits for a word (Type=notify): pip install sdnotify", ExitCode.USAGE
+                ) from error
+            self._notifier = sdnotify.SystemdNotifier()
+            self._notifier.socket.settimeout(0)  # a systemd that does not listen must not stop the loop
+        microseconds = os.environ.get("WATCHDOG_USEC", "")
+        for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_every_s = float(microseconds) / 1e6 / 3 if microseconds.isdigit() and for_us else None
+
+    def say(self, **words: str) -> None:
+        """Say `READY="1"`, `STATUS="..."` and the like, in one message."""
+        if self._notifier is not None:
+            text = "\n".join(f"{key}={value}".replace("\n", " ") for key, value in words.items())
+            self._notifier.notify(text)
+
+
+# The one queue between the agent's threads and its loop.
+
+WAITING_MAX = 5000
+"""So many readings may wait; then their sensor waits, and the kernel's ring buffer keeps the rest."""
+PATIENCE_S = 0.05
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """The agent shall end."""
+
+    why: str
+
+
+class Do(msgspec.Struct, frozen=True):
+    """Something that must happen on the loop's own thread."""
+
+    what: Callable[[], None]
+
+
+Item = Event | Reading | Stop | Do
+
+
+class Inbox(loop_tools.Inbox[Item]):
+    """Events, readings and words on their way to the loop."""
+
+    def put_patiently(self, item: Item) -> None:
+        """Hand over one item of a source that may flood us: wait while the loop is behind."""
+        while self._queue.qsize() > WAITING_MAX:
+            time.sleep(PATIENCE_S)
+        self._queue.put(item)
+
+
+# SIGTERM and SIGINT end the agent in order.
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def listen_for_signals(inbox: Inbox) -> None:
+    """Put a `Stop` into the inbox for each such signal.  Once a process, on the main thread."""
+    loop_tools.listen_for_signals(STOPPING, lambda number: inbox.put(Stop(why=number.name)), inbox.run_thread)
+
+
+# The agent's sensors and its socket: started together, stopped together; none of them decides.
+
+CAUGHT_UP_WITHIN_S = 10.0
+EVIDENCE_EVERY_S = 60.0
+JOURNALCTL_ENDS_WITHIN_S = 2.0
+
+
+class Jobs(Protocol):
+    """What the socket needs of the agent."""
+
+    def seen(self) -> list[Seen]:
+        """Return the open incidents."""
+        ...
+
+    def look(self, request: LookRequest) -> None:
+        """Look anew; `answer_look` comes."""
+        ...
+
+
+class Sources:
+    """Everything that puts readings into the inbox, and the way out to jobs."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        state: State,
+        *,
+        client: NodeClient,
+        jobs: Jobs,
+        inbox: Inbox,
+        log: structlog.typing.FilteringBoundLogger,
+    ) -> None:
+        self._config = config
+        self._inbox = inbox
+        self._kernel_log = KernelLog(
+            self._take_line,
+            path=config.test.kernel_log,
+            resume=Position(boot_id=state.boot_id, sequence=state.known_sequence),
+            allow_injected=config.test.allow_injected,
+            boot=state.boot_id,
+            on_failure=inbox.fail,
+        )
+        self._evidence = kernel.EvidenceReader(
+            inbox.put, every_s=EVIDENCE_EVERY_S, on_failure=lambda error: inbox.failed("evidence", error)
+        )
+        self._stopped = threading.Event()
+        self._journal: threading.Thread | None = None
+        self._nvml_lock = threading.Lock()
+        self._nvml: NvmlProcess | None = None
+        self._socket = AgentSocket(
+            str(config.socket_path),
+            node=config.name,
+            acts=config.mode is Mode.ACT,
+            client=client,
+            on_look=jobs.look,
+            open_incidents=jobs.seen,
+            log=log,
+            version=__version__,
+            on_failure=inbox.fail,
+        )
+
+    def start(self) -> None:
+        """Start all, and wait until the kernel log that is there has been read.
+
+        Raises:
+            StepkeeperError: the socket's place is taken or not safe.
+        """
+        try:
+            self._socket.start()
+        except PlaceError as error:
+            raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        self._kernel_log.start()
+        self.resume_nvml()
+        self._evidence.start()
+        if self._config.test.previous_journal and self._config.test.kernel_log == DEVICE:
+            self._journal = self._inbox.run_optional(
+                "journal", lambda: kernel.previous_boot(self._take_line, stopped=self._stopped)
+            )
+        self._kernel_log.caught_up.wait(CAUGHT_UP_WITHIN_S)
+
+    def stop(self) -> None:
+        """Stop all, each within its own limit."""
+        self._stopped.set()
+        self.pause_nvml()
+        self._kernel_log.stop()
+        self._evidence.stop(kernel.ENDS_WITHIN_S)
+        self._socket.close()
+        if self._journal is not None:
+            self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the socket's threads work."""
+        return self._socket.alive
+
+    def publish(self, seen: Seen) -> None:
+        """Tell the jobs on the node."""
+        self._socket.publish(seen)
+
+    def answer_look(self, request: LookRequest, found: int) -> None:
+        """Answer a job that asked for a look."""
+        self._socket.answer_look(request, found)
+
+    def pause_nvml(self) -> None:
+        """End the NVML process: while it lives, it holds the GPUs open."""
+        with self._nvml_lock:
+            if self._nvml is not None:
+                self._nvml.stop()
+                self._nvml = None
+
+    def resume_nvml(self) -> None:
+        """Start the NVML process, if it is wanted."""
+        with self._nvml_lock:
+            if self._config.test.nvml and self._nvml is None:
+                every_s = self._config.test.limits.health_every_s
+                self._nvml = NvmlProcess(self._inbox.put, health_every_s=every_s, on_failure=self._inbox.fail)
+                self._nvml.start()
+
+    def _take_line(self, reading: Reading) -> None:
+        """Pass on what may be a fault: of a thousand other lines none reaches the loop."""
+        if not isinstance(reading, KernelRecord) or evaluate.concerns(reading):
+            self._inbox.put_patiently(reading)
+
+
+# What the agent does: each call on a thread of its own, with a time limit, answered by an event.
+
+WRONG = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
+
+
+class LocalClient(NodeClient, Protocol):
+    """What the agent asks of Slurm, the node's own slurmstepds included."""
+
+    def jobs_here(self, name: str) -> JobsHere:
+        """Return the jobs on this node and their owners, without a call to the controller."""
+        ...
+
+
+class Acts:
+    """Carries out effects.  `check` and `reset` are the agent's own: both look at GPUs.
+
+    `noted` waits until the ledger holds all that was decided, and says what is wrong where it does not.
+    `mistaken` says why a node of Slurm's is not this machine, "" where it may be.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        client: LocalClient,
+        inbox: Inbox,
+        *,
+        check: Callable[[], Fitness],
+        reset: Callable[[Sequence[str]], str],
+        noted: Callable[[], str],
+        mistaken: Callable[[NodeFacts], str],
+    ) -> None:
+        self._node = node
+        self._client = client
+        self._inbox = inbox
+        self._check = check
+        self._reset = reset
+        self._noted = noted
+        self._mistaken = mistaken
+
+    def list_jobs(self, effect: ListJobs) -> None:
+        """Ask who is on the node; `JobsListed` comes."""
+
+        def work() -> None:
+            try:
+                here, error = self._client.jobs_here(self._node), ""
+            except WRONG as failure:
+                here, error = JobsHere(), str(failure)
+            self._inbox.put(
+                on.JobsListed(at=self._now(), incident=effect.incident, jobs=here.jobs, uids=here.uids, error=error)
+            )
+
+        self._inbox.run_optional(
+            "jobs", work, answer=lambda error: on.JobsListed(at=self._now(), incident=effect.incident, error=error)
+        )
+
+    def ask_nodes(self, effect: AskNodes) -> None:
+        """Ask Slurm about the node and its peers; `NodesAnswered` comes."""
+
+        def work() -> None:
+            nodes: tuple[NodeFacts, ...] = ()
+            error, began, size = "", time.monotonic(), 0
+            try:
+                nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
+            except WRONG as failure:
+                error = str(failure)
+            took_s = time.monotonic() - began
+            if effect.alone and nodes and took_s >= effect.crowded_s:
+                size = self._cluster_size()
+            own = next((each for each in nodes if each.name == self._node), None)
+            if own is not None and (error := self._mistaken(own)):
+                nodes = ()  # nothing may be done to another machine's node
+            self._inbox.put(
+                on.NodesAnswered(
+                    at=self._now(),
+                    call=effect.call,
+                    nodes=nodes,
+                    alone=effect.alone,
+                    took_s=took_s,
+                    cluster_size=size,
+                    error=error,
+                )
+            )
+
+        self._inbox.run_optional(
+            "slurm",
+            work,
+            answer=lambda error: on.NodesAnswered(at=self._now(), call=effect.call, alone=effect.alone, error=error),
+        )
+
+    def _cluster_size(self) -> int:
+        try:
+            return self._client.cluster_size()
+        except WRONG:
+            return 0  # not known: Slurm is taken for busy, as it seemed
+
+    def drain(self, effect: SetDrain) -> None:
+        """Drain the node; `CallAnswered` comes, as for all below."""
+        self._call(effect.call, lambda: self._client.drain(self._node, effect.reason))
+
+    def resume(self, effect: Resume) -> None:
+        """Return the node to service."""
+        self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
+
+    def reboot(self, effect: Reboot) -> None:
+        """Have Slurm reboot the node."""
+        self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
+
+    def reset_gpus(self, effect: ResetGpus) -> None:
+        """Reset GPUs."""
+        self._answer(effect.call, "reset", lambda: self._reset(effect.pcis))
+
+    def check_node(self, effect: CheckNode) -> None:
+        """Look whether the node is fit."""
+
+        def work() -> None:
+            found = self._check()
+            self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))
+
+        self._inbox.run_optional("check", work, answer=lambda error: self._answered(effect.call, error))
+
+    def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
+        """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
+
+        def error() -> str:
+            if noted and (problem := self._noted()):
+                return problem
+            try:
+                act()
+            except WRONG as failure:
+                return str(failure)
+            return ""
+
+        self._answer(number, "slurm", error)
+
+    def _answer(self, number: int, name: str, act: Callable[[], str]) -> None:
+        def work() -> None:
+            self._inbox.put(self._answered(number, act()))
+
+        self._inbox.run_optional(name, work, answer=lambda error: self._answered(number, error))
+
+    def _answered(self, number: int, error: str) -> on.CallAnswered:
+        return on.CallAnswered(at=self._now(), call=number, error=error)
+
+    def _now(self) -> float:
+        return self._inbox.clock.now()
+
+
+def reset_gpus(pcis: Sequence[str], within_s: float) -> str:
+    """Reset GPUs that nobody uses, all in that time; return what went wrong, "" where nothing did."""
+    if not pcis:
+        return "no GPU's address is known"
+    until = time.monotonic() + within_s
+    for pci in pcis:
+        argv = ["nvidia-smi", "--gpu-reset", "-i", pci]
+        try:
+            done = subprocess.run(
+                argv,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=max(0.1, until - time.monotonic()),
+                stdin=subprocess.DEVNULL,
+                check=False,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{' '.join(argv)}: not done in {within_s:g} s"
+        except OSError as error:
+            return f"{' '.join(argv)}: {error.strerror}"
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())[:300]
+            return f"{' '.join(argv)}: {said or f'exit code {done.returncode}'}"
+    return ""

@@ -40,6 +40,7 @@ AT_ONCE = 2
 SIGNAL_BEFORE_S = 15
 ERROR_CHARACTERS = 100
 LIMIT = "time limit"
+NOT_PLAYED = "not played"
 STEPKEEPER, ALONE, SUBMITIT_WAY, LIGHTNING = "Stepkeeper", "alone", "submitit", "Lightning's requeue"
 
 
@@ -193,7 +194,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         for fault in FAULTS:
             found = {each.way: each.shown() for each in mine if each.fault == fault.name}
             if found:
-                rows.append(f"| {' | '.join([fault.name, *(found.get(way, '') for way in columns)])} |")
+                rows.append(f"| {' | '.join([fault.name, *(found.get(way, NOT_PLAYED) for way in columns)])} |")
         parts.append("\n".join(rows) + "\n")
     return filled(TEMPLATE.read_text()).replace("{tables}\n", "\n".join(parts))
 

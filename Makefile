@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -91,7 +91,7 @@ test-torch-oldest: setup  ## the trainer library on the oldest torch and Python 
 # environments of their own, kept outside of the checkout: FRAMEWORKS_CACHE says where
 test-frameworks: compiled  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
-	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_scripts.py $(PYTEST) -rs
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_matrix.py $(PYTEST) -rs
 
 # an environment of its own, which has the packages of .venv besides
 STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages
@@ -149,6 +149,10 @@ bench-checkpoint: setup  ## what checkpoints cost, against torch's own (docs/ben
 bench-gpu: $(if $(GPU_PYTHON),,setup)  ## the tests that need a GPU, then what saves and loads cost on a GPU, against torch's own; GPU_PYTHON=PATH
 	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m pytest $(ONE) -m gpu -rs tests/trainer
 	PYTHONPATH=trainer:supervisor:. $(or $(GPU_PYTHON),$(V)/python) -m tests.bench_gpu $(BENCH)
+
+bench-frameworks: compiled  ## unmodified scripts of four frameworks, alone and under us (docs/frameworks-recovery.md)
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.bench_frameworks $(BENCH)
 
 bench-verify: setup  ## deep verification of other frameworks' checkpoints against `cat` (docs/frameworks.md)
 	$(V)/python -m tests.bench_verify $(BENCH)

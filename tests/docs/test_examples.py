@@ -35,6 +35,7 @@ NOT_RUN = {
     "logs RUN --follow": "needs a run that goes on: tests/stories/test_first_hour.py",
     "status --follow": "needs a run that goes on: tests/reading/test_status.py",
     "status --web": "serves until it is ended: tests/report/test_web.py",
+    "run --framework generic": "needs a configuration: tests/docs/test_guides.py",
     "node": "needs root and changes the machine: tests/packages, tests/node_agent",
     "dev inject": "needs an agent: tests/node_agent",
     "doctor -p": "needs Slurm: tests/doctor/test_doctor_on_slurm.py",

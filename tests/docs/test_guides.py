@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ SCRIPTS = {
     "megatron": "",
     "torchtitan": "",
     "dcp": "import os\nimport torch.distributed.checkpoint as dcp\npath = os.environ.get('STEPKEEPER_RESUME_FROM')\n",
+    "nemo": "import os\nfrom nemo import lightning as nl\npath = os.environ.get('STEPKEEPER_RESUME_FROM')\n",
+    "megatron-bridge": "from megatron.bridge.training.pretrain import pretrain\n",
+    "automodel": "",
+    "torch-checkpointing": "import os\nimport torch_checkpointing\npath = os.environ.get('STEPKEEPER_RESUME_FROM')\n",
+    "generic": "import torch\n",
 }
 ARGUMENTS = {
     "huggingface": "--resume_from_checkpoint {path}",
@@ -34,8 +40,32 @@ ARGUMENTS = {
     "megatron": "--load {directory} --ckpt-step 200 --exit-on-missing-checkpoint",
     "torchtitan": "--checkpoint.load_step=200",
     "dcp": "",
+    "nemo": "",
+    "megatron-bridge": "checkpoint.load={directory} checkpoint.ckpt_step=200",
+    "automodel": "--checkpoint.restore_from={path}",
+    "torch-checkpointing": "",
+    "generic": "--from {path}",
 }
 SUBJECTS = ("framework", "save on notice", "resume argument", "ranks of a resume")
+
+
+def build(name: str, root: Path) -> Path:
+    """Write a checkpoint of step 200."""
+    if name != "generic":
+        return layouts.LAYOUTS["deepspeed-3" if name == "deepspeed" else name].build(root, 200)
+    path = root / "ckpt-200"
+    layouts.save(path / "model.pt", {"a": layouts.tensor()})
+    (path / "DONE").touch()
+    return path
+
+
+def configure(text: str) -> None:
+    """Write the configuration that a guide shows, where it shows one."""
+    found = re.search(r"^    \[framework\.generic\]\n(?:    .*\n)+", text, re.MULTILINE)
+    if found:
+        path = Path.home() / ".config/stepkeeper/config.toml"
+        path.parent.mkdir(parents=True)
+        path.write_text(textwrap.dedent(found[0]))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -49,7 +79,9 @@ def test_the_line_of_a_guide_is_recognised_and_the_doctor_says_what_the_guide_sa
     options, command = words[: words.index("--")], words[words.index("--") + 1 :]
     for script in ("train.py", "pretrain_gpt.py"):
         Path(script).write_text(SCRIPTS[name])
+    Path("config.yaml").write_text("step_scheduler: {}\n")
     Path("outputs").mkdir()
+    configure(text)
     capsys.readouterr()
 
     assert main.main(["run", "--dry-run", "--json", *options, "--", *command]) == 0
@@ -58,13 +90,13 @@ def test_the_line_of_a_guide_is_recognised_and_the_doctor_says_what_the_guide_sa
     assert f"checkpoints in {Path.cwd()}/outputs" in plan["framework"], plan
     assert plan["doubts"] == []
     assert (plan["resume_from"], plan["training"][-len(command) :]) == (None, command)
-    path = layouts.LAYOUTS["deepspeed-3" if name == "deepspeed" else name].build(Path("outputs").absolute(), 200)
+    path = build(name, Path("outputs").absolute())
     assert main.main(["run", "--dry-run", "--json", *options, "--", *command]) == 0
     plan = json.loads(capsys.readouterr().out)
     appended = ARGUMENTS[name].format(path=path, directory=path.parent).split()
     assert plan["resume_from"] == str(path)
     assert plan["training"][-len(command) - len(appended) :] == [*command, *appended]
-    for option in ("attach", "checkpoint-dir"):
+    for option in ("attach", "checkpoint-dir", "framework"):
         if f"--{option}" in options:
             variable = f"STEPKEEPER_{option.upper().replace('-', '_')}"
             monkeypatch.setenv(variable, options[options.index(f"--{option}") + 1])

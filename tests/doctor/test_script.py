@@ -66,9 +66,12 @@ def test_megatron_saves_by_an_option_of_its_own(capsys: pytest.CaptureFixture[st
     assert said(capsys, MEGATRON, "python train.py --save /ck --exit-signal-handler")[NOTICE][0] == "ok"
 
 
-def test_zero_needs_as_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_needs_as_many_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     level, words, remedy = said(capsys, "import deepspeed\n", "deepspeed train.py --save_dir s")[WORLD]
-    assert (level, "as many ranks as saved it" in words, "Universal" in remedy) == ("note", True, True)
+    assert (level, "as many ranks as saved it" in words, "--attach auto" in remedy) == ("note", True, True)
+    monkeypatch.setenv("STEPKEEPER_ATTACH", "auto")
+    level, words, remedy = said(capsys, "import deepspeed\n", "deepspeed train.py --save_dir s")[WORLD]
+    assert (level, "any number of ranks" in words, remedy) == ("ok", True, "")
 
 
 def test_a_place_for_the_argument_is_none_where_the_framework_has_no_argument(

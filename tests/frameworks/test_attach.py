@@ -185,6 +185,88 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
         assert playing.losses(again, rank) == expected, f"rank {rank} after {stopped.step}"
 
 
+def with_torn_ones(out: Path) -> list[str]:
+    """Make what a run that got further has left of two saves; return the arguments of one that keeps two."""
+    for step in (10, 12):
+        (out / f"checkpoint/step-{step}").mkdir(parents=True)
+        (out / f"checkpoint/step-{step}/__0_0.distcp").write_bytes(b"half")
+    return ["--steps", "8", "--every", "2", "--variant", "keeping"]
+
+
+IN_THE_NEXT_SAVE = playing.Kill(1, "write", "checkpoint/step-6/__1_0.distcp")
+
+
+def test_torchtitan_alone_removes_its_only_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts torn directories, and removes what it has just saved: the next start begins anew."""
+    python, why = environments.python("torchtitan")
+    if python is None:
+        pytest.skip(why)
+    out, case = tmp_path / "out", CASES["torchtitan"]
+    more = with_torn_ones(out)
+    with playing.warm(python, case.script, case.imports, []) as framework:
+        codes = framework.play(out, tmp_path / "losses", arguments=more, kill=IN_THE_NEXT_SAVE)
+    assert codes != [0, 0], "the kill did not happen"
+    assert latest(out, capsys)["chosen"] is None, "it keeps whole ones by itself: there is nothing left to guard"
+
+
+def test_torchtitans_retention_waits_where_it_would_keep_torn_ones_alone(
+    play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    more = with_torn_ones(out)
+    with Watcher(tmp_path.name, lambda _: False) as watcher:
+        further = watcher.environment(tmp_path / "run")
+        start = play("torchtitan").play
+        codes = start(out, tmp_path / "losses", arguments=more, further=further, kill=IN_THE_NEXT_SAVE)
+
+    assert codes != [0, 0], "the kill did not happen"
+    assert latest(out, capsys)["chosen"]["step"] == 4
+    assert "retention_waits" in logs(tmp_path / "losses")
+
+
+@pytest.mark.parametrize(("name", "variant"), [("deepspeed", "2"), ("accelerate", ""), ("accelerate", "accumulating")])
+def test_a_notice_between_a_resume_and_the_next_save_of_the_script_is_answered(
+    name: str, variant: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launch before has learned where the script saves."""
+    framework = play(name)
+    more = ["--steps", str(STEPS), "--every", str(STEPS // 2), "--variant", variant]
+    whole, losses, again, last = (tmp_path / each for each in ("whole", "losses", "again", "last"))
+    assert framework.play(tmp_path / "whole-out", whole, arguments=more) == [0, 0], logs(whole)
+    out, run, stopped = tmp_path / "out", tmp_path / "run", 0
+    for path, notice_at in ((losses, CASES[name].notice_at), (again, CASES[name].notice_at + 5)):
+        resume = latest(out, capsys)["chosen"]["directory"] if stopped else ""
+        with Watcher(f"{tmp_path.name}-{path.name}", at_step(notice_at)) as watcher:
+            codes = framework.play(out, path, resume=resume, arguments=more, further=watcher.environment(run))
+            time.sleep(0.1)
+        assert codes == [75, 75], logs(path)
+        [committed] = [each for each in watcher.of(words.Committed) if each.emergency]
+        assert committed.step > stopped, "nothing new was saved"
+        stopped = committed.step
+        assert stopped % (STEPS // 2), "it was the script's own save"
+
+    resume = latest(out, capsys)["chosen"]["directory"]
+    assert framework.play(out, last, resume=resume, arguments=more) == [0, 0], logs(last)
+
+    for rank in range(2):
+        expected = {step: loss for step, loss in playing.losses(whole, rank).items() if step > stopped}
+        assert playing.losses(last, rank) == expected, f"rank {rank} after {stopped}"
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_a_notice_in_the_evaluation_behind_the_last_step_has_that_step_saved(
+    name: str, play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Trainer saves behind the evaluation, and the notice may be over by then."""
+    losses, out = tmp_path / "losses", tmp_path / "out"
+    more = ["--steps", "10", "--every", "10", "--variant", "dying"]
+    with Watcher(tmp_path.name, lambda _: Path(f"{losses}.evaluating").exists()) as watcher:
+        codes = play(name).play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
+
+    assert codes == [3, 3], logs(losses)
+    assert latest(out, capsys)["chosen"]["step"] == 10, logs(losses)
+
+
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, play, tmp_path: Path) -> None:
     framework = play(name)

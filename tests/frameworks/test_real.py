@@ -25,10 +25,18 @@ class Case:
     """One framework, and where its save of step 4 dies."""
 
     def __init__(
-        self, name: str, environment: str, script: str, imports: list[str], kills: list[Kill], *, arguments: str = ""
+        self,
+        name: str,
+        environment: str,
+        script: str,
+        imports: list[str],
+        kills: list[Kill],
+        *,
+        arguments: str = "",
+        beside: str = "",
     ) -> None:
         self.name, self.environment, self.script, self.imports, self.kills = name, environment, script, imports, kills
-        self.arguments = arguments.split()
+        self.arguments, self.beside = arguments.split(), beside  # an environment whose packages it has, too
 
 
 MP = "mp_rank_00_model_states.pt"
@@ -38,11 +46,23 @@ CASES = [
         Kill(0, "fsync", "step_4/__0_0.distcp"),
         Kill(0, "rename", "step_4/.metadata.tmp"),
     ]),
+    Case("dcp-fsdp1", "", "dcp_script.py", ["torch.distributed.checkpoint", "torch.distributed.fsdp"], [
+        Kill(1, "write", "step_4/__1_0.distcp"),
+        Kill(0, "rename", "step_4/.metadata.tmp"),
+    ], arguments="--variant fsdp1"),
+    Case("dcp-async", "", "dcp_script.py", ["torch.distributed.checkpoint", "torch.distributed.fsdp"], [
+        Kill(1, "write", "step_4/__1_0.distcp"),
+        Kill(0, "rename", "step_4/.metadata.tmp"),
+    ], arguments="--variant async"),
     Case("huggingface", "huggingface", "huggingface_script.py", ["transformers", "accelerate"], [
         Kill(0, "write", "checkpoint-4/optimizer.pt"),
         Kill(1, "open", "checkpoint-4/rng_state_1.pth"),
         Kill(0, "write", "checkpoint-4/trainer_state.json"),
     ]),
+    Case("huggingface-deepspeed", "deepspeed", "huggingface_script.py", ["deepspeed", "transformers", "accelerate"], [
+        Kill(1, "open", "checkpoint-4/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        Kill(0, "write", "checkpoint-4/trainer_state.json"),
+    ], arguments="--variant deepspeed", beside="huggingface"),
     Case("accelerate", "huggingface", "accelerate_script.py", ["accelerate"], [
         Kill(0, "write", "checkpoint_4/optimizer.bin"),
         Kill(0, "open", "checkpoint_4/scheduler.bin"),
@@ -64,6 +84,9 @@ CASES = [
     Case("deepspeed-0", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
     ], arguments="--variant 0"),
+    Case("deepspeed-1", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
+        Kill(1, "write", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ], arguments="--variant 1"),
     Case("deepspeed-2", "deepspeed", "deepspeed_script.py", ["deepspeed"], [
         Kill(0, "write", f"global_step4/{MP}"),
         Kill(1, "open", "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -94,7 +117,12 @@ SAVED = [
         for variant in ("pipeline-0", "pipeline-1", "experts-0", "experts-2")
     ),
 ]  # fmt: skip
-NOT_NEEDED = {"huggingface": {"training_args.bin": "the Trainer of the new launch has arguments of its own"}}
+ARGUMENTS = {"training_args.bin": "the Trainer of the new launch has arguments of its own"}
+TOOLS = dict.fromkeys(("zero_to_fp32.py", "zero_to_torch.py"), "a script that converts")
+NOT_NEEDED = {
+    "huggingface": ARGUMENTS,
+    "huggingface-deepspeed": {**ARGUMENTS, **TOOLS, "model.safetensors": "the weights are DeepSpeed's"},
+}
 """Files that a resume does not need, and why."""
 
 
@@ -125,7 +153,15 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
                     python, why = environments.python(case.environment)
                 if python is None:
                     pytest.skip(why)
-                framework = stack.enter_context(playing.warm(python, case.script, case.imports, case.arguments))
+                further = {}
+                if case.beside:
+                    other, why = environments.python(case.beside)
+                    if other is None:
+                        pytest.skip(why)
+                    (packages,) = other.parent.parent.glob("lib/python3*/site-packages")
+                    further = {"PYTHONPATH": f"{playing.SCRIPTS}:{packages}"}
+                warm = playing.warm(python, case.script, case.imports, case.arguments, further=further)
+                framework = stack.enter_context(warm)
                 found[case.name] = Played(case, framework, tmp_path_factory.mktemp(case.name))
             return found[case.name]
 
@@ -209,7 +245,9 @@ def test_a_flipped_byte_that_the_framework_would_load_is_found(
     [newest] = [row for row in listed(out, capsys) if row["step"] == 6]
     path = Path(newest["directory"])
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    largest = max((each for each in files if each.suffix != ".safetensors"), key=lambda each: each.stat().st_size)
+    largest = max(
+        (each for each in files if each.suffix not in (".safetensors", ".py")), key=lambda each: each.stat().st_size
+    )
     data = bytearray(largest.read_bytes())
     data[_inside_a_record(bytes(data))] ^= 1
     largest.write_bytes(data)

@@ -35,6 +35,8 @@ MEANINGS = {
     "framework_checkpoints_not_read": "the framework's checkpoints could not be read or verified, and why",
     "framework_directory_unknown": "where the framework's checkpoints are is not known: set `--checkpoint-dir`",
     "framework_recognized": "the framework of the script, where its checkpoints are, and what shows both",
+    "checkpoint_converted": "a ZeRO checkpoint was converted for another number of ranks; the launch takes the copy",
+    "checkpoint_not_converted": "a ZeRO checkpoint could not be converted for this number of ranks: the launch failed",
     "framework_world_changed": "the checkpoint was saved by another number of ranks, and can be resumed on that alone",
     "cannot_save_on_notice": "a notice cannot be answered by a save: the last periodic checkpoint counts",
     "pointer_repaired": "a pointer file of the framework names the checkpoint of this launch now, and what it named",

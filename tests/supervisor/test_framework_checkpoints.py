@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -43,7 +44,15 @@ HOW = choosing.How(environment={}, deep=False, cached=False, world_size=None, re
 class Case:
     """Checkpoints below a directory, and the supervisor's part that looks at them."""
 
-    def __init__(self, tmp_path: Path, *, repairs: lease.Lease | None = None, **more: object) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        repairs: lease.Lease | None = None,
+        command: tuple[str, ...] = (),
+        attached: bool = False,
+        **more: object,
+    ) -> None:
         self.root = tmp_path / "out"
         self.own = tmp_path / "run" / "checkpoints"
         self.inbox = Inbox(Clock())
@@ -62,6 +71,8 @@ class Case:
             inbox=self.inbox,
             log=log,
             repairs=repairs,
+            command=command,
+            attached=attached,
         )
 
     def step(self, number: int, *, done: bool = True) -> Path:
@@ -338,6 +349,128 @@ def test_a_zero_checkpoint_needs_as_many_ranks_as_saved_it(tmp_path: Path) -> No
     [warning] = said
     assert (warning["event"], warning["saved_by"], warning["ranks"]) == ("framework_world_changed", 2, 3)
     assert "universal" in warning["why"]
+
+
+TOOL = """
+import shutil, sys
+from pathlib import Path
+sys.path.append({repository!r})
+from tests.frameworks import layouts
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if Path({fails!r}).exists():
+    sys.exit("no space left on the device")
+made = layouts.deepspeed_universal(Path({fails!r}).parent / "made", 10)
+shutil.move(made, words["--output_folder"])
+"""
+
+
+def training_with_deepspeed(tmp_path: Path) -> tuple[str, ...]:
+    """Return a command whose Python has DeepSpeed's tool, or what looks like it; a file `fails` has it fail."""
+    package = tmp_path / "site/deepspeed/checkpoint"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    repository = str(Path(__file__).parents[2])
+    tool = TOOL.format(repository=repository, fails=str(tmp_path / "fails"))
+    (package / "ds_to_universal.py").write_text(tool)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    paths = f"{tmp_path}/site:{repository}/trainer:{repository}/supervisor"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{paths}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    torchrun = python.with_name("torchrun")
+    torchrun.write_text("#!/bin/sh\n")
+    torchrun.chmod(0o755)
+    return (str(torchrun), "train.py")
+
+
+def test_a_zero_checkpoint_is_converted_for_another_number_of_ranks_where_they_attach(tmp_path: Path) -> None:
+    command = training_with_deepspeed(tmp_path)
+    case = Case(
+        tmp_path, framework="deepspeed", patterns=None, world_change=WorldChange.NO, command=command, attached=True
+    )
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    path = layouts.deepspeed(2)(case.root, 10)
+    left = case.root / ".stepkeeper-converting-of-one-that-died"
+    left.mkdir()
+
+    event = case.choose()
+
+    assert (event.directory, event.same_world) == (str(path), False), "the world may shrink, or grow"
+    assert case.foreign.convert(event.directory, 2, lambda: False) == str(path)
+    assert case.foreign.convert(None, 1, lambda: False) is None
+    assert left.exists(), "nothing was to be converted"
+    with structlog.testing.capture_logs() as said:
+        case.foreign.say_world(event.directory, 1)
+        converted = case.foreign.convert(event.directory, 1, lambda: False)
+        again = case.foreign.convert(event.directory, 3, lambda: False)
+    assert converted == again == f"{path}_universal"
+    assert [each["event"] for each in said] == ["checkpoint_converted"] * 2
+    assert [each["made"] for each in said] == ["now", "by an earlier launch"]
+    assert (said[0]["saved_by"], said[0]["ranks"], said[0]["resumes_from"]) == (2, 1, converted)
+    assert sorted(each.name for each in case.root.iterdir()) == ["global_step10", "global_step10_universal", "latest"]
+    assert case.foreign.arguments(converted) == ()
+    assert case.choose().directory == str(path), "a conversion is for one launch: the ranks save another kind again"
+
+    time.sleep(0.01)
+    shutil.copytree(path, tmp_path / "copy")
+    shutil.rmtree(path)
+    shutil.copytree(tmp_path / "copy", path, copy_function=shutil.copyfile)  # saved anew, after training went back
+    event = case.choose()
+    assert case.foreign.convert(event.directory, 1, lambda: False) == f"{path}-2_universal"
+
+
+def test_a_conversion_that_fails_ends_the_launch_before_it_begins(tmp_path: Path) -> None:
+    command = training_with_deepspeed(tmp_path)
+    (tmp_path / "fails").touch()
+    case = Case(
+        tmp_path, framework="deepspeed", patterns=None, world_change=WorldChange.NO, command=command, attached=True
+    )
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    path = layouts.deepspeed(2)(case.root, 10)
+    case.choose()
+    following = Following(framework="deepspeed", title="", why="", directory=case.root, where="")
+    job = Job(
+        command=("false",), torchrun=False, geometry=Geometry(tasks_per_node=1), run_directory=case.run, run_id="r",
+        attempt=0, socket="s", following=following,
+    )  # fmt: skip
+    meeting = Meeting(launch=1, nodes=("n1",), address="n1", port=1, resume_from=str(path), arguments=())
+
+    Launch(job, meeting, {}, inbox=case.inbox, foreign=case.foreign)
+
+    ended = case.inbox.get(WITHIN_S)
+    assert isinstance(ended, on.LaunchEnded), ended
+    assert ended.code == 1
+    assert "no space left on the device" in ended.error
+    assert str(path) in ended.error
+    assert sorted(each.name for each in case.root.iterdir()) == ["global_step10", "latest"]
+
+
+@pytest.mark.parametrize("why", ["pipeline", "tensor parallel", "no tool", "not attached"])
+def test_what_is_not_converted_keeps_its_number_of_ranks_and_says_so(tmp_path: Path, why: str) -> None:
+    command = training_with_deepspeed(tmp_path)
+    from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
+
+    build = {
+        "pipeline": layouts.deepspeed_pipeline(stage=1),
+        "tensor parallel": layouts.deepspeed(1, model_parallel=2),
+    }.get(why, layouts.deepspeed(2))
+    case = Case(
+        tmp_path, framework="deepspeed", patterns=None, world_change=WorldChange.NO,
+        command=("/bin/true",) if why == "no tool" else command, attached=why != "not attached",
+    )  # fmt: skip
+    path = build(case.root, 10)
+
+    event = case.choose()
+
+    assert (event.directory, event.same_world) == (str(path), True)
+    assert case.foreign.convert(event.directory, 1, lambda: False) == str(path)
+    with structlog.testing.capture_logs() as said:
+        case.foreign.say_world(event.directory, 1)
+    if why != "pipeline":  # how many ranks saved it is not known
+        assert [each["event"] for each in said] == ["framework_world_changed"]
 
 
 @pytest.mark.parametrize("takes", [False, True])

@@ -13,8 +13,9 @@ from pathlib import Path
 from stepkeeper.cli import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.frameworks import recognise
+from stepkeeper.frameworks import converting, recognise
 from stepkeeper.frameworks.choosing import How, State, judge
+from stepkeeper.frameworks.converting import ENDING
 from stepkeeper.frameworks.framework import Step
 from stepkeeper.slurm.launch import without_python
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
@@ -26,7 +27,6 @@ from stepkeeper_trainer.store.export import Names
 TORCH, DCP, UNIVERSAL = "torch", "dcp", "universal"
 TARGETS = (TORCH, DCP, UNIVERSAL)
 _BELOW = ("pytorch_model_fsdp_0", "model", "weights")  # of Hugging Face and Accelerate, Automodel, NeMo 2
-_ENDING = "_universal"
 _LEFT_OUT = {
     TORCH: "nothing: all tensors and values are in the file",
     DCP: "there is no optimizer, step, schedule or data position: these are initial weights",
@@ -120,22 +120,14 @@ def _to_universal(arguments: argparse.Namespace, source: Path, target: Path) -> 
             "outputs/global_step400",
             ExitCode.USAGE,
         )
-    if not target.name.endswith(_ENDING):
+    if not target.name.endswith(ENDING):
         raise StepkeeperError(
-            f"{arguments.target}: the name of a Universal Checkpoint ends in {_ENDING}", ExitCode.USAGE
+            f"{arguments.target}: the name of a Universal Checkpoint ends in {ENDING}", ExitCode.USAGE
         )
     _require_whole("deepspeed", source)
-    words = [
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--input_folder",
-        str(source),
-        "--output_folder",
-        str(target),
-    ]
-    words += ["--inject_missing_state"] if arguments.inject_missing_state else []
+    inject = arguments.inject_missing_state
     try:
-        _call([arguments.python, *words], "deepspeed")
+        _call(converting.tool(arguments.python, source, target, inject_missing_state=inject), "deepspeed")
         _require_whole("deepspeed", target)
     except StepkeeperError:
         shutil.rmtree(target, ignore_errors=True)

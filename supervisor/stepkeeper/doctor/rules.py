@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from stepkeeper.cli.printing import duration
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor.site import Finding, Level, Partition, Site, users_log
+from stepkeeper.frameworks import converting
 from stepkeeper.frameworks.following import Following, notice, without_argument
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.slurm import cmd
@@ -429,7 +430,7 @@ def examine_command(
             setting=resume_argument,
             other=without_argument(found, attach=attach, repair_pointers=repair_pointers),
         ),
-        _world(found),
+        _world(found, attach),
     ]
 
 
@@ -478,7 +479,15 @@ def _resume(found: Following, command: Sequence[str], *, setting: bool | None, o
     return Finding(level=Level.OK, subject=subject, found=place, means=means)
 
 
-def _world(found: Following) -> Finding:
+def _world(found: Following, attach: str) -> Finding:
+    converts = found.framework == converting.FRAMEWORK
+    if converts and (found.converted or attach in ("auto", found.framework)):
+        return Finding(
+            level=Level.OK,
+            subject="ranks of a resume",
+            found="any number of ranks: ZeRO is converted before a launch that needs it",
+            means="a launch may shrink to --min-nodes; pipelines, tensor parallel ranks and experts are not converted",
+        )
     means = {
         WorldChange.YES: "a launch may shrink to --min-nodes",
         WorldChange.NO: "a launch keeps its number of nodes, whatever --min-nodes says",
@@ -489,7 +498,5 @@ def _world(found: Following) -> Finding:
         subject="ranks of a resume",
         found=found.world_change.value,
         means=means,
-        remedy="convert a checkpoint to Universal Checkpoint to change it (docs/frameworks.md)"
-        if found.framework == "deepspeed"
-        else "",
+        remedy="set --attach auto: ZeRO is converted for another number of ranks" if converts else "",
     )

@@ -39,7 +39,12 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     mtime_ns: int
     ctime_ns: int
-    xxh3_128: str
+    xxh3_128: str  # of the file; of a large one `SIZE:` and that of the digests of its pieces of SIZE bytes
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the digest is that of pieces: only one of the same kind says anything about it."""
+        return ":" in self.xxh3_128
 
     def same_file(self, other: os.stat_result) -> bool:
         """Whether a file was not written to since, as far as its times show."""

@@ -40,6 +40,7 @@ from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.messages import shorten
+from stepkeeper_trainer.integrations import hook
 
 STORAGE_WITHIN_S = 2.0
 LATE_LOOK_EVERY_S = 2.0
@@ -122,6 +123,8 @@ class Supervisor:
                 inbox=inbox,
                 log=log,
                 repairs=setting.lease if setting.repair_pointers else None,
+                command=setting.job.command,
+                attached=setting.job.variables.get(hook.VARIABLE) in ("auto", following.framework),
             )
         self.call: threading.Thread | None = None
         self.storage_test: threading.Thread | None = None  # the newest

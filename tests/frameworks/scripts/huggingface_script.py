@@ -1,5 +1,6 @@
 """A script with the Trainer of Hugging Face."""
 
+import os
 import time
 from pathlib import Path
 
@@ -22,10 +23,12 @@ class Slow(Data):
     """An evaluation that takes its time; a file shows that it has begun."""
 
     def __len__(self) -> int:
-        return 64
+        return 256 if options.variant == "dying" else 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         Path(f"{options.losses}.evaluating").touch()
+        if options.variant == "dying" and index >= len(self) - 16:
+            os._exit(3)  # as the end of a notice would end it
         time.sleep(0.02)
         return super().__getitem__(index)
 
@@ -48,7 +51,19 @@ class Told(Trainer):
 
 
 options = shared.options()
+within = None
+if options.variant == "deepspeed":
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile that for minutes
+    within = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
 shared.seed()
+evaluating = options.variant in ("evaluating", "dying")
 trainer = Told(
     model=Model(),
     args=TrainingArguments(
@@ -63,11 +78,12 @@ trainer = Told(
         disable_tqdm=True,
         seed=7,
         learning_rate=0.01,
-        eval_strategy="steps" if options.variant == "evaluating" else "no",
+        deepspeed=within,
+        eval_strategy="steps" if evaluating else "no",
         eval_steps=options.every,
     ),
     train_dataset=Data(),
-    eval_dataset=Slow() if options.variant == "evaluating" else None,
+    eval_dataset=Slow() if evaluating else None,
 )
 trainer.train(resume_from_checkpoint=options.resume or None)
 if options.variant == "failing":  # in what a script does behind its training

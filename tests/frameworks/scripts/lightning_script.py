@@ -1,5 +1,6 @@
 """A script with Lightning: `ddp` writes single files, `sharded` directories."""
 
+import os
 import time
 from pathlib import Path
 
@@ -18,6 +19,8 @@ class Slow(TensorDataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         if trainer.global_step:  # not in the check before training
             Path(f"{options.losses}.evaluating").touch()
+        if options.variant == "dying" and index >= len(self) - 16:
+            os._exit(3)  # as the end of a notice would end it
         time.sleep(0.02)
         return super().__getitem__(index)
 
@@ -47,8 +50,10 @@ class Module(lightning.LightningModule):
 options = shared.options()
 shared.seed()
 loader = DataLoader(TensorDataset(torch.zeros(256, 1)), batch_size=4)
-sharded, evaluating = options.variant == "sharded", options.variant == "evaluating"
-validation = DataLoader(Slow(torch.zeros(64, 1)), batch_size=4) if evaluating else None
+sharded, evaluating = options.variant == "sharded", options.variant in ("evaluating", "dying")
+validation = (
+    DataLoader(Slow(torch.zeros(256 if options.variant == "dying" else 64, 1)), batch_size=4) if evaluating else None
+)
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,

@@ -48,7 +48,10 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
 train_state = TrainState()
 manager = CheckpointManager(
     CheckpointManager.Config(
-        enable=True, interval=options.every, last_save_model_only=options.variant == "model-only", keep_latest_k=0
+        enable=True,
+        interval=options.every,
+        last_save_model_only=options.variant == "model-only",
+        keep_latest_k=2 if options.variant == "keeping" else 0,
     ),
     dataloader=Loader(),
     model_parts=[model],

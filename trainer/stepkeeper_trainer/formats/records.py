@@ -100,6 +100,25 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 _trained = RecordFile(TRAINED_NAME, Trained, "not the end of a training")
 read_trained, write_trained = _trained.read, _trained.write
+OWN_SAVES_NAME = "own-saves.json"
+
+
+class OwnSaves(msgspec.Struct, frozen=True, kw_only=True):
+    """How a loop of another framework calls its saves, as its first one in a launch has shown it."""
+
+    format: int = FORMAT
+    framework: str
+    directory: str
+    prefix: str = ""  # of a checkpoint's name, before the number of its step
+    suffix: str = ""
+    digits: int = 0  # of the number, with zeros before it
+    named: bool = True  # the script names them; else the framework does
+    counts_backwards: bool = False  # the number counts backward passes, not optimizer steps
+    options: dict[str, bool | int | float | str | None] = {}  # further ones of the call
+
+
+_own_saves = RecordFile(OWN_SAVES_NAME, OwnSaves, "not how a script saves")
+read_own_saves, write_own_saves = _own_saves.read, _own_saves.write
 KEEPING_NAME = "keeping.json"
 PLACES_MAX = 16  # the oldest are forgotten
 

@@ -1,8 +1,9 @@
 """Accelerate, in a loop of the script's own.
 
 A script says with its own `save_state` where it saves, and by the number in that name how it counts its steps.  Until
-then it cannot be asked; nor where nobody else can know what belongs to its checkpoints.  The end of a step is where
-the script asks a data loader, which Accelerate has prepared, for the next batch: the data position is right there.
+its first one in the run it cannot be asked; nor where nobody else can know what belongs to its checkpoints.  The end
+of a step is where the script asks a data loader, which Accelerate has prepared, for the next batch: the data position
+is right there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 
-from stepkeeper_trainer.integrations import chosen
+from stepkeeper_trainer.formats.records import OwnSaves
+from stepkeeper_trainer.integrations import chosen, remembered
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
 
 if TYPE_CHECKING:
@@ -141,7 +143,7 @@ def install(module: ModuleType) -> None:
         named_by_script = input_dir
         input_dir = chosen.guarded(lambda: _chosen(self, named_by_script), named_by_script)
         loaded = load(self, input_dir, *arguments, **named)
-        _loaded(input_dir)
+        _loaded(self, input_dir)
         return loaded
 
     optimizer_class.step, accelerator_class.backward = attach_and_step, backward_and_count
@@ -219,7 +221,7 @@ def _boundary(loader: Any, *, evaluating: bool) -> None:
     _look_for_further_files()
     if not _loop.pending or not _loop.between_steps:
         even = getattr(getattr(loader, "batch_sampler", None), "even_batches", True)
-        attachment.evaluates(lambda: _save(attachment), alike=evaluating and not _loop.pending and even)
+        attachment.evaluates(lambda: _save(attachment), alike=evaluating and not _loop.pending and even, last=False)
         return
     _loop.pass_boundary()
     if attachment.step_done(_loop.number) is not Asked.NOTHING:
@@ -297,7 +299,7 @@ def _counted(number: int) -> tuple[int, bool] | None:
     return None
 
 
-def _loaded(input_dir: Any) -> None:
+def _loaded(accelerator: Any, input_dir: Any) -> None:
     """Count from the checkpoint that the script has loaded: its number is that of its step."""
     found = _NUMBER.fullmatch(os.path.basename(os.path.abspath(input_dir))) if input_dir is not None else None
     _loop.loaded = int(found[2]) if found else 0
@@ -305,6 +307,41 @@ def _loaded(input_dir: Any) -> None:
     _loop.steps.clear()
     _loop.done, _loop.backwards, _loop.saved = 0, 0, None
     _loop.saves = Saves()
+    if found is not None:
+        _recall(accelerator, os.path.abspath(input_dir), found)
+
+
+@harmless
+def _recall(accelerator: Any, path: str, found: re.Match[str]) -> None:
+    """Take over from an earlier launch how the script saves, where the loaded checkpoint is one of those saves."""
+    known = remembered.of(NAME, path)
+    if known is None or (known.prefix, known.suffix) != (found[1], found[3]):
+        return
+    saves = _loop.saves
+    saves.accelerator, saves.directory, saves.prefix, saves.suffix = accelerator, known.directory, found[1], found[3]
+    saves.digits, saves.base, saves.by_backward = known.digits, _loop.loaded, known.counts_backwards
+    saves.arguments, saves.unable = ((), dict(known.options)), ""
+
+
+def _remember() -> None:
+    """Keep how the script saves for later launches, where they could save like that."""
+    saves = _loop.saves
+    positional, options = saves.arguments
+    plain = all(isinstance(each, bool | int | float | str | None) for each in options.values())
+    if saves.unable or saves.further or positional or not plain or saves.base != _loop.loaded:
+        remembered.forget()
+        return
+    remembered.keep(
+        OwnSaves(
+            framework=NAME,
+            directory=saves.directory,
+            prefix=saves.prefix,
+            suffix=saves.suffix,
+            digits=saves.digits,
+            counts_backwards=saves.by_backward,
+            options=options,
+        )
+    )
 
 
 @harmless
@@ -317,6 +354,7 @@ def _look_for_further_files() -> None:
     found = sorted(set(_listed(newest)) - saves.written)
     added = [each for each in found if not _OF_OTHER_RANKS.fullmatch(each)]
     saves.further = f"the script itself adds {added[0]} to its checkpoints, which nobody else can make" if added else ""
+    _remember()
 
 
 def _listed(directory: Any) -> dict[str, int]:

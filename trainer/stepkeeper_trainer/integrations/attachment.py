@@ -124,12 +124,13 @@ class Attachment:
         """Say between two batches of an evaluation that this rank is well; return whether to save and leave there."""
         return self._guarded(lambda: self._look(self._step, Call.EVALUATION), Asked.NOTHING)
 
-    def evaluates(self, save: Callable[[], None], *, alike: bool) -> None:
+    def evaluates(self, save: Callable[[], None], *, alike: bool, last: bool) -> None:
         """Do all that is to be done between two batches of an evaluation: the state is that of the step before.
 
         Args:
             save: has the framework save, and calls `saved_to`.
             alike: whether all ranks come here equally often; else a notice waits for the end of the evaluation.
+            last: whether all steps are done: the evaluation goes on, and nobody leaves.
 
         Raises:
             SystemExit: the ranks were asked to stop.
@@ -137,10 +138,10 @@ class Attachment:
         if not alike:
             self.alive()
         elif self.evaluated() is Asked.STOP:
-            if self.saved:
-                self.leave_if_asked(saved=True)
-            else:
+            if not self.saved:
                 save()
+            elif not last:
+                self.leave_if_asked(saved=True)
 
     def unable_anywhere(self, why: str) -> str:
         """Return why this rank cannot save, or that another one cannot; all ranks wait for each other here."""

@@ -1,7 +1,7 @@
 """DeepSpeed's engine, in a loop of the script's own.
 
 A script says with its own `save_checkpoint` where it saves, under which tags, and that it keeps no state of its own
-there.  Until then, and where it does keep some, which nobody else can know, it cannot be asked.
+there.  Until its first one in the run, and where it does keep some, which nobody else can know, it cannot be asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import deepspeed
 
-from stepkeeper_trainer.integrations import chosen
+from stepkeeper_trainer.formats.records import OwnSaves
+from stepkeeper_trainer.integrations import chosen, remembered
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Engine:
 
 
 _engines: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
+_loads: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The directory of the checkpoint that an engine has loaded."""
 
 
 def install(module: ModuleType) -> None:
@@ -65,8 +68,17 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_chosen(self: Any, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
-        tag = chosen.guarded(lambda: _chosen(self, load_dir), None) if tag is None else tag
-        return load(self, load_dir, tag, *arguments, **named)
+        given = tag is not None
+        tag = tag if given else chosen.guarded(lambda: _chosen(self, load_dir), None)
+        _loads[self] = str(load_dir)
+        if given or tag is None or self.load_universal_checkpoint() or not _is_universal(load_dir, tag):
+            return load(self, load_dir, tag, *arguments, **named)
+        config = self._config  # this one load is of a conversion, which the supervisor made for this number of ranks
+        config.load_universal_checkpoint = True
+        try:
+            return load(self, load_dir, tag, *arguments, **named)
+        finally:
+            config.load_universal_checkpoint = False
 
     engine_class.forward, engine_class.step = forward_behind_boundary, attach_and_step
     engine_class.save_checkpoint, engine_class.load_checkpoint = save_and_tell, load_chosen
@@ -75,14 +87,19 @@ def install(module: ModuleType) -> None:
 def _chosen(engine: Any, load_dir: Any) -> str | None:
     """Return the tag to load where the script names none: `latest` may name one that is torn.
 
-    What the script has itself saved since is newer.  `latest_universal` is of checkpoints of another kind.
+    What the script has itself saved since is newer.  A script that loads Universal Checkpoints loads no others.
     """
     path = chosen.checkpoint(NAME)
     saved = any(known.saved_step is not None for known in _engines.values())
-    universal = bool(engine.load_universal_checkpoint())
-    if saved or not chosen.is_in(path, load_dir) or universal != os.path.isdir(os.path.join(path, "zero")):
+    if saved or not chosen.is_in(path, load_dir):
+        return None
+    if engine.load_universal_checkpoint() and not _is_universal(load_dir, os.path.basename(path)):
         return None
     return os.path.basename(chosen.use(NAME, path))
+
+
+def _is_universal(load_dir: Any, tag: Any) -> bool:
+    return os.path.isdir(os.path.join(load_dir, str(tag), "zero"))
 
 
 def _boundary(engine: Any) -> None:
@@ -97,9 +114,9 @@ def _boundary(engine: Any) -> None:
         return
     if known.saved_step == engine.global_steps:
         known.attachment.leave_if_asked(saved=True)
-    elif known.unable:
-        known.attachment.not_saved(known.unable)
-    else:
+    elif unable := known.attachment.unable_anywhere(known.unable):
+        known.attachment.not_saved(unable)
+    elif known.attachment.open:
         known.attachment.saving()
         tag = known.tag.format(step=engine.global_steps) if known.named else None
         engine.save_checkpoint(known.save_dir, tag=tag)  # `_saved` tells of it
@@ -118,6 +135,19 @@ def _attach(engine: Any) -> None:
 
     attachment = Attachment(Training(framework=NAME, version="")) if others else attach(NAME, describe)
     _engines[engine] = Engine(attachment=attachment)
+    if not others and engine in _loads:
+        _recall(_engines[engine], _loads[engine])
+
+
+@harmless
+def _recall(known: Engine, directory: str) -> None:
+    """Take over from an earlier launch how the script saves to the directory that it has loaded from."""
+    found = remembered.of(NAME, os.path.join(os.path.abspath(directory), "tag"))
+    if found is None:
+        return
+    tag = (found.prefix.replace("{", "{{").replace("}", "}}"), found.suffix.replace("{", "{{").replace("}", "}}"))
+    known.save_dir, known.named, known.unable = found.directory, found.named, ""
+    known.tag = "{step}".join(tag) if found.named else ""
 
 
 def _saved(engine: Any, save_dir: Any, tag: Any = None, client_state: Any = None, *_: Any, **__: Any) -> None:
@@ -146,3 +176,11 @@ def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state:
         known.tag = str(tag).replace("{", "{{").replace("}", "}}").replace(step, "{step}")
         if known.tag.count("{step}") != 1:
             known.unable = f"the tag {str(tag)!r} of the script's save does not name step {step}"
+    if known.attachment.rank or not known.attachment.open:
+        return
+    if known.unable:
+        remembered.forget()
+        return
+    before, _, behind = str(tag).partition(step) if tag is not None else ("", "", "")
+    kept = OwnSaves(framework=NAME, directory=known.save_dir, prefix=before, suffix=behind, named=known.named)
+    remembered.keep(kept)

@@ -59,16 +59,18 @@ class StepkeeperCallback(TrainerCallback):
         return control
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """In an evaluation the state is that of the step before: save it, and leave."""
+        """In an evaluation the state is that of the step before: save it, and leave; behind the last step, go on."""
         trainer: Any = self._trainer
+        last = _is_last(state)
 
         def save() -> None:
             self._attachment.saving()
             trainer._save_checkpoint(trainer.model_wrapped, None)  # noqa: SLF001  # as its own loop does
             trainer.callback_handler.on_save(args, state, control)  # which ends in ours
+            control.should_save = False  # the Trainer would write over it at the end of the evaluation
 
         in_training = trainer is not None and self._training
-        self._attachment.evaluates(save, alike=in_training and not _is_last(state))
+        self._attachment.evaluates(save, alike=in_training, last=last)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer has saved on this rank; where the ranks were asked to stop, they leave."""

@@ -57,10 +57,9 @@ class StepkeeperCallback(Callback):
             self._save(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """In a validation the state is that of the step before: save it, and leave."""
+        """In a validation the state is that of the step before: save it, and leave; behind the last step, go on."""
         unknown = float("inf") in trainer.num_val_batches  # the ranks may have different numbers of batches
-        alike = not (unknown or self._is_last(trainer))
-        self._attachment.evaluates(lambda: self._save(trainer), alike=alike)
+        self._attachment.evaluates(lambda: self._save(trainer), alike=not unknown, last=self._is_last(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training has come to its end."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach
+from stepkeeper_trainer.log import warn
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 NAME = "torchtitan"
+_STEP = re.compile(r"step-(\d+)")  # as it searches itself
+_MARKERS = (".metadata", "model.safetensors.index.json")
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 
 
@@ -21,6 +25,7 @@ def install(module: ModuleType) -> None:
     """Look at what is asked for where the loop may save, and hear the batches of a validation."""
     if hasattr(module, "CheckpointManager"):
         _follow_saves(module.CheckpointManager)
+        _guard_whole_ones(module.CheckpointManager)
     else:
         _attach_to_validation(module.Validator)
 
@@ -67,6 +72,30 @@ def _follow_saves(manager_class: Any) -> None:
 
     wanted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
     manager_class.save, manager_class._should_save = save_as_asked, should_save_as_asked  # noqa: SLF001  # as above
+
+
+def _guard_whole_ones(manager_class: Any) -> None:
+    """Have its retention wait while it would keep torn directories alone: it counts them as checkpoints."""
+    should_purge = manager_class._should_purge  # noqa: SLF001  # its own rule: there is no other door
+
+    @functools.wraps(should_purge)
+    def should_purge_and_keeps_one(self: Any) -> bool:
+        return bool(should_purge(self)) and _keeps_one(str(self.folder), int(self.keep_latest_k))
+
+    manager_class._should_purge = should_purge_and_keeps_one  # noqa: SLF001  # as above
+
+
+def _keeps_one(folder: str, count: int) -> bool:
+    """Tell whether one of the newest directories is whole by its marker; what cannot be looked at is as without us."""
+    try:
+        found = [(int(match[1]), name) for name in os.listdir(folder) if (match := _STEP.search(name))]
+    except OSError:
+        return True
+    kept = [os.path.join(folder, name) for _, name in sorted(found)[-count:]]
+    if any(os.path.exists(os.path.join(path, marker)) for path in kept for marker in _MARKERS):
+        return True
+    warn("retention_waits", framework=NAME, directory=folder, why="the newest directories are not complete")
+    return False
 
 
 def _attached(manager: Any, step: int) -> Attachment:

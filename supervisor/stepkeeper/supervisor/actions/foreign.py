@@ -7,11 +7,12 @@ as its command says: no checkpoint of anybody's ends the supervisor.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.frameworks import converting
 from stepkeeper.frameworks.asking import Answer, Newest, Question, Repair, Seen
 from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
@@ -37,10 +39,16 @@ REPAIR_WITHIN_S = 120.0  # what was verified just now is not read again
 READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
+_ASKING, _CONVERTING = "stepkeeper.frameworks.asking", "stepkeeper.frameworks.converting"
 _DEPTHS = (True, False)  # of a choice: whether bytes are read
+_NEXT = {
+    True: "the newest checkpoint that is whole by its names and sizes counts",
+    False: "the script starts as its command says",
+}  # where a reading of one depth fails
 _SAME_WORLD = "resumes from a checkpoint on as many ranks as saved it: start as many, or name an older checkpoint"
 _WORLD_CHANGED = {
-    "deepspeed": "DeepSpeed resumes from a ZeRO checkpoint on as many ranks as saved it: start as many, or convert it "
+    "deepspeed": "DeepSpeed resumes from a ZeRO checkpoint on as many ranks as saved it: start as many, or set "
+    "--attach auto, by which it is converted; where it is not (pipelines, tensor parallel ranks, experts), convert it "
     "(`stepkeeper checkpoints export --to universal`) and have the script load the Universal Checkpoint",
 }
 Log = structlog.typing.FilteringBoundLogger
@@ -72,6 +80,8 @@ class ForeignCheckpoints:
         inbox: Inbox,
         log: Log,
         repairs: Lease | None = None,
+        command: Sequence[str] = (),
+        attached: bool = False,
     ) -> None:
         """Read nothing yet.
 
@@ -83,11 +93,16 @@ class ForeignCheckpoints:
             inbox: where events go.
             log: of the supervisor.
             repairs: by which the framework's pointer files may be rewritten; None: they are left alone.
+            command: CMD, which shows the Python of the training.
+            attached: the ranks attach to the framework, and load what was chosen.
         """
         self._following = following
         self._environment = without_python(environment)
         self._run_directory = run_directory
         self._repairs = repairs
+        self._command = command
+        self._loads_converted = attached or following.converted
+        self._python: str | None = None  # with the framework's own tool for conversions; empty: there is none
         self._bytes_per_s = bytes_per_s
         self._inbox = inbox
         self._log = log
@@ -116,6 +131,8 @@ class ForeignCheckpoints:
             newest = self._chosen.get(directory or "")
         if newest is None or newest.world_change is not WorldChange.NO or newest.ranks in (None, ranks):
             return
+        if self._python and converting.convertible(Path(newest.directory)):
+            return  # `convert` says what it does
         self._log.warning(
             "framework_world_changed",
             checkpoint=newest.directory,
@@ -164,6 +181,53 @@ class ForeignCheckpoints:
         except OSError as error:
             self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
 
+    def convert(self, directory: str | None, ranks: int | None, is_old: Callable[[], bool]) -> str | None:
+        """Return the checkpoint that a launch of so many ranks resumes from: a conversion, where it needs one.
+
+        Raises:
+            ForeignError: it needs one, and there is none.
+        """
+        with self._lock:
+            newest = self._chosen.get(directory or "")
+        if newest is None or ranks is None or ranks == newest.ranks or not self._converts(newest):
+            return directory
+        wanted = converting.Conversion(source=newest.directory, python=self._python or "")
+        began = time.monotonic()
+        try:
+            data = self._call(_CONVERTING, msgspec.json.encode(wanted), is_old=is_old, within_s=READ_WITHIN_S)
+        except ForeignError as error:
+            why = f"{newest.directory} cannot be converted for {ranks} ranks: {error}"
+            self._log.error("checkpoint_not_converted", checkpoint=newest.directory, ranks=ranks, error=str(error))
+            raise ForeignError(why) from error
+        made = msgspec.json.decode(data, type=converting.Converted)
+        self._log.info(
+            "checkpoint_converted",
+            checkpoint=newest.directory,
+            saved_by=newest.ranks,
+            ranks=ranks,
+            resumes_from=made.directory,
+            made="now" if made.made else "by an earlier launch",
+            seconds=round(time.monotonic() - began, 1),
+        )
+        with self._lock:
+            self._chosen[made.directory] = msgspec.structs.replace(
+                newest, directory=made.directory, converted=True, world_change=WorldChange.YES
+            )
+        return made.directory
+
+    def _converts(self, newest: Newest) -> bool:
+        """Tell whether a checkpoint that only as many ranks as saved it can resume is converted for others."""
+        if not self._loads_converted or self._following.framework != converting.FRAMEWORK:
+            return False
+        if newest.world_change is not WorldChange.NO or newest.ranks is None:
+            return False
+        if not converting.convertible(Path(newest.directory)):
+            return False
+        if self._python is None:
+            python = converting.python_of(self._command, self._environment)
+            self._python = python if converting.has_tool(python, self._environment) else ""
+        return bool(self._python)
+
     def repair(self, directory: str | None, is_old: Callable[[], bool]) -> None:
         """Have the framework's pointer files name the checkpoint that a launch resumes from.
 
@@ -200,7 +264,10 @@ class ForeignCheckpoints:
                 failed.append(on.Skipped(directory=str(self._following.directory), problem=problem))
                 if not is_old():
                     self._log.warning(
-                        "framework_checkpoints_not_read", directory=str(self._following.directory), error=problem
+                        "framework_checkpoints_not_read",
+                        directory=str(self._following.directory),
+                        error=problem,
+                        instead=_NEXT[deep],
                     )
         else:
             answer = Answer()
@@ -217,7 +284,8 @@ class ForeignCheckpoints:
             skipped=(*failed, *passed),
             bytes_read=newest.bytes_read if newest is not None else 0,
             seconds=time.monotonic() - began,
-            same_world=(newest or self._following).world_change is WorldChange.NO,
+            same_world=(newest or self._following).world_change is WorldChange.NO
+            and not (newest is not None and self._converts(newest)),
         )
 
     def end(self, code: int, *, resumed_from: str | None) -> End:
@@ -315,7 +383,19 @@ class ForeignCheckpoints:
         Raises:
             ForeignError: it failed, took too long, or nobody wants the answer any more.
         """
-        argv = [sys.executable, *flags(), "-m", "stepkeeper.frameworks.asking"]
+        out = self._call(_ASKING, msgspec.json.encode(question), is_old=is_old, within_s=within_s)
+        try:
+            return msgspec.json.decode(out, type=Answer)
+        except msgspec.MsgspecError as error:
+            raise ForeignError(f"its answer cannot be read: {error}") from error
+
+    def _call(self, module: str, document: bytes, *, is_old: Callable[[], bool], within_s: float | None) -> bytes:
+        """Return what a process of ours answers to a document; with it ends what it has started.
+
+        Raises:
+            ForeignError: it failed, took too long, or nobody wants the answer any more.
+        """
+        argv = [sys.executable, *flags(), "-m", module]
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
@@ -324,7 +404,7 @@ class ForeignCheckpoints:
         except OSError as error:
             raise ForeignError(f"{error.filename}: {error.strerror}") from error
         until = None if within_s is None else time.monotonic() + within_s
-        data: bytes | None = msgspec.json.encode(question)
+        data: bytes | None = document
         while True:
             try:
                 out, err = process.communicate(data, timeout=LOOK_EVERY_S)
@@ -332,7 +412,7 @@ class ForeignCheckpoints:
             except subprocess.TimeoutExpired:
                 data = None  # it is on its way
             if is_old() or (until is not None and time.monotonic() > until):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own, and is not reaped yet
                 try:
                     process.communicate(timeout=REAP_WITHIN_S)
                 except subprocess.TimeoutExpired as error:
@@ -341,10 +421,7 @@ class ForeignCheckpoints:
         if process.returncode:
             last = (err.decode(errors="replace").strip().splitlines() or [f"ended with {process.returncode}"])[-1]
             raise ForeignError(last[:PROBLEM_CHARACTERS_MAX])
-        try:
-            return msgspec.json.decode(out, type=Answer)
-        except msgspec.MsgspecError as error:
-            raise ForeignError(f"its answer cannot be read: {error}") from error
+        return out
 
 
 # `worlds.jsonl` of the run directory: how many ranks each launch has, for checkpoints that do not say it.

@@ -25,7 +25,7 @@ from stepkeeper.slurm import launch as lines
 from stepkeeper.slurm import launch as slurm_launch
 from stepkeeper.slurm.launch import scrub_geometry
 from stepkeeper.supervisor.actions import log_progress, rank_files
-from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints
+from stepkeeper.supervisor.actions.foreign import End, ForeignCheckpoints, ForeignError
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.supervisor.srun import Srun
 from stepkeeper_trainer.formats import records
@@ -286,26 +286,30 @@ class Launch:
             self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"kill-{self._meeting.launch}")
 
     def _run(self, environment: dict[str, str]) -> None:
-        launch = self._meeting.launch
+        launch, meeting = self._meeting.launch, self._meeting
         try:
             for path in (self._logs, self._logs / paths.ERRORS_NAME, self._logs / paths.STACKS_NAME):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._foreign is not None:
-                ranks = self._job.ranks(self._meeting.nodes)
+                ranks = self._job.ranks(meeting.nodes)
                 self._inbox.guard(Part.FRAMEWORK, self._foreign.note_launch)(self._job.attempt, launch, ranks)
-                self._inbox.guard(Part.FRAMEWORK, self._foreign.repair)(self._meeting.resume_from, lambda: self._killed)
+                meeting = self._for_ranks(self._foreign, ranks)
+                self._inbox.guard(Part.FRAMEWORK, self._foreign.repair)(meeting.resume_from, lambda: self._killed)
                 if self._killed:
                     self._never_began()
                     return
             hosts = {}
-            if not self._meeting.in_slurms_order:
-                tasks_per_node = self._job.tasks(self._meeting.nodes) // len(self._meeting.nodes)
-                (self._logs / HOSTS).write_text(lines.hosts(self._meeting.nodes, tasks_per_node))
+            if not meeting.in_slurms_order:
+                tasks_per_node = self._job.tasks(meeting.nodes) // len(meeting.nodes)
+                (self._logs / HOSTS).write_text(lines.hosts(meeting.nodes, tasks_per_node))
                 hosts["SLURM_HOSTFILE"] = str(self._logs / HOSTS)
             wait = self._srun.run(
-                launch_argv(self._job, self._meeting, self._logs),
-                launch_environment(self._job, self._meeting, environment) | hosts | self._known(environment),
+                launch_argv(self._job, meeting, self._logs),
+                launch_environment(self._job, meeting, environment) | hosts | self._known(environment),
             )
+        except ForeignError as failure:
+            self._never_began(1, str(failure))
+            return
         except OSError as failure:
             self._srun.ended.set()
             why = f"{failure.filename}: {failure.strerror}"
@@ -340,13 +344,21 @@ class Launch:
                 paths.mark_failed(self._logs, failed)
             paths.prune_logs(self._job.run_directory / "logs")
 
-    def _never_began(self) -> None:
-        """Say that the launch was ended while it was prepared: there is no srun to be ended."""
+    def _for_ranks(self, foreign: ForeignCheckpoints, ranks: int | None) -> Meeting:
+        """Return the meeting with the checkpoint that so many ranks can resume from.
+
+        Raises:
+            ForeignError: there is none.
+        """
+        found = foreign.convert(self._meeting.resume_from, ranks, lambda: self._killed)
+        if found == self._meeting.resume_from:
+            return self._meeting
+        return msgspec.structs.replace(self._meeting, resume_from=found, arguments=foreign.arguments(found))
+
+    def _never_began(self, code: int = 128 + signal.SIGTERM, error: str = "was ended before it began") -> None:
+        """Say that the launch has ended while it was prepared: there is no srun to be ended."""
         self._srun.ended.set()
-        launch, code = self._meeting.launch, 128 + signal.SIGTERM
-        self._inbox.put(
-            on.LaunchEnded(at=self._inbox.clock.now(), launch=launch, code=code, error="was ended before it began")
-        )
+        self._inbox.put(on.LaunchEnded(at=self._inbox.clock.now(), launch=self._meeting.launch, code=code, error=error))
 
     def _known(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return what launches before have left for the ranks in the run directory; they can do without it."""

@@ -15,7 +15,7 @@ from stepkeeper.core.events import Event
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.stragglers import Suspect
 from stepkeeper.run_store import journal, old_journals
-from stepkeeper.run_store.recorder import ALL_KEYS
+from stepkeeper.run_store.recorder import HOLDERS
 from stepkeeper.watcher import messages as lines
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -84,7 +84,7 @@ def test_old_fields_of_the_state_are_fields_of_today() -> None:
     missed = record(missed=dict.fromkeys(old_journals.STATE, "x") | {"step": 3}).missed
 
     assert set(missed) == {*old_journals.STATE.values(), "step"}
-    assert set(missed) <= set(ALL_KEYS)
+    assert set(missed) <= set(HOLDERS)
 
 
 def test_old_rules_of_a_diagnosis_are_read_as_the_ones_of_today() -> None:

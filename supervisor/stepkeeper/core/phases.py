@@ -193,4 +193,5 @@ def finish(state: State, plan: Plan) -> Decision:
 
 def all_ready(state: State) -> bool:
     """Tell whether the watcher of every node answers."""
-    return set(state.nodes.usable) <= state.watchers.ready
+    ready = state.watchers.ready  # of ten thousand nodes a set takes time: first a look that takes none
+    return len(state.nodes.usable) <= len(ready) and ready.issuperset(state.nodes.usable)

@@ -125,7 +125,8 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         switches = {**state.nodes.switches, event.node: event.switches}
         state = replace(state, nodes=replace(state.nodes, switches=switches))
     watchers = replace(state.watchers, ready=state.watchers.ready | {event.node})
-    everyone = set(state.nodes.usable) <= watchers.ready
+    state = replace(state, watchers=watchers)
+    everyone = all_ready(state)
     if everyone:
         watchers = replace(watchers, silent=frozenset(), error="", tries=0, reachability=SlurmReachability.NONE)
         watchers = replace(watchers, complete_at=event.at)

@@ -48,9 +48,11 @@ class RateLimiter:
 
 
 SAMPLED = (on.Progressed, on.NodesPaced)
+SAVES = (on.SaveBegan, on.CheckpointCommitted)
 EVIDENCE = (on.Progressed, on.RankExited, on.BusEnded, on.Judged)  # journaled also where they changed nothing
 NODES_PACED_EVERY_S = 3600.0  # where nothing follows from it: of 2,000 nodes it is a long record
 SAVES_AT_ONCE, SAVES_EVERY_S = 100, 10.0
+NODES_AT_ONCE, NODES_EVERY_S = 1000, 1.0  # messages of watchers and ends of ranks that nothing follows from
 WINDOW_LEAST = 4  # of a shorter list nothing is saved by naming only what is new
 
 
@@ -67,6 +69,8 @@ class Recorder:
             on.NodesPaced: RateLimiter(1, NODES_PACED_EVERY_S),
             on.SaveBegan: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
             on.CheckpointCommitted: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
+            on.WatcherReady: RateLimiter(NODES_AT_ONCE, NODES_EVERY_S),
+            on.RankExited: RateLimiter(NODES_AT_ONCE, NODES_EVERY_S),
         }
 
     def record(self, before: State, event: on.Event, decision: Decision) -> Record | None:
@@ -76,7 +80,7 @@ class Recorder:
         if came_to_nothing and state == before and not isinstance(event, EVIDENCE):
             return None
         sample = came_to_nothing and isinstance(event, SAMPLED)
-        limited = sample or (not decision.effects and not isinstance(event, SAMPLED))
+        limited = came_to_nothing or (not decision.effects and isinstance(event, SAVES))
         limiter = self._limiters.get(type(event)) if limited else None
         if limiter is not None and not limiter.take(event.at):
             return None
@@ -211,13 +215,21 @@ BESIDE = {
     "requeue_by": Timer.REQUEUE_END,
 }
 WAIT, WAIT_UNTIL = "waits_for", "deadline_at"
-ALL_KEYS = (*KEYS, *FLAGS, *BESIDE, WAIT, WAIT_UNTIL)
+# Each key -> the field of `State` that holds its value.
+HOLDERS = {
+    **{key: record or field for key, (record, field) in KEYS.items()},
+    **dict.fromkeys(FLAGS, "launch"),
+    **dict.fromkeys((*BESIDE, WAIT, WAIT_UNTIL), "timers"),
+}
 
 
 def changes(old: State, new: State) -> dict[str, Any]:
     """Return what has to be changed in a state to make it another one; of windows that slid only what is new."""
     found: dict[str, Any] = {}
-    for key in ALL_KEYS:
+    same = {name for name in State.__struct_fields__ if getattr(old, name) is getattr(new, name)}
+    for key, holder in HOLDERS.items():
+        if holder in same:  # few events change more than one or two records
+            continue
         then, now = _value(old, key), _value(new, key)
         if then is not now and then != now:
             found[key] = _change(_plain(then), _plain(now))

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state.tree import Stateful
 
 SINCE, BEFORE = (5, 23), (6,)
-DOORS = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state", "_save_checkpoint", "_evaluate")
+DOORS = (
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_load_rng_state",
+    "_save_checkpoint",
+    "_evaluate",
+)
 
 
 def save_with_stepkeeper(trainer: Any, *, also: Mapping[str, Stateful] | None = None, **options: Any) -> None:
@@ -118,7 +125,9 @@ class _Saves(TrainerCallback):
 
     # --- what stands in for methods of the Trainer ----------------------------------------------------
 
-    def _train(self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *rest: Any, **named: Any) -> Any:
+    def _train(
+        self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *rest: Any, **named: Any
+    ) -> Any:
         searching = self._trainer.hp_search_backend is not None or trial is not None
         refuse([(searching, "a search of hyperparameters", "search without it, then train with it")])
         _check(self._trainer)  # arguments may have changed since

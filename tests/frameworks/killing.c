@@ -1,10 +1,11 @@
 /* SIGKILL at a chosen call on a chosen file: preloaded into the ranks, which know nothing of it.
  *
- * TEST_KILL is "CALL:PATH".  `open`: before the file is made.  `write`: after half of the first bytes.  `rename`:
+ * TEST_KILL is "CALL:PATH", PATH with the wildcards of a shell.  `open`: before the file is made.  `write`: after half of the first bytes.  `rename`:
  * before it.  `fsync`: before it.  Threads and processes that a rank has started count too. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -18,7 +19,7 @@ static int wanted(const char *call, const char *path)
 {
     const char *kill_at = getenv("TEST_KILL");
     size_t length = strlen(call);
-    return kill_at && path && !strncmp(kill_at, call, length) && kill_at[length] == ':' && !strcmp(kill_at + length + 1, path);
+    return kill_at && path && !strncmp(kill_at, call, length) && kill_at[length] == ':' && !fnmatch(kill_at + length + 1, path, 0);
 }
 
 static void die(void)

@@ -182,6 +182,16 @@ class CheckpointManager:
         return self._requests.stop_agreed or self._work_done
 
     @property
+    def stopping(self) -> bool:
+        """Whether all ranks have agreed to stop before `total_steps` are done."""
+        return self._requests.stop_agreed and not self._work_done
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step that this launch has saved last, or is saving, unless that save has failed."""
+        return self._boundary.saved_step if self._saver is not None else None
+
+    @property
     def _work_done(self) -> bool:
         return self._total_steps is not None and self.step >= self._total_steps
 

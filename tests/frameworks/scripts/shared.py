@@ -6,8 +6,11 @@ Nothing here knows Stepkeeper: the scripts are such as people run.
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -68,5 +71,17 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def log(path: str, step: int, loss: float) -> None:
     """Append the loss of this rank."""
+    time.sleep(float(os.environ.get("TEST_STEP_S", "0")))
     with open(f"{path}.{rank()}", "a", encoding="utf-8") as file:
         file.write(f"{step} {loss!r}\n")
+
+
+def tell() -> None:
+    """Have libraries say what they do."""
+    logging.basicConfig(level=logging.INFO)
+
+
+def note(path: str, **values: object) -> None:
+    """Write down what this rank has at the end."""
+    with open(f"{path}.end.{rank()}", "w", encoding="utf-8") as file:
+        json.dump(values, file)

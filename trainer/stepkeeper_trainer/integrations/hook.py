@@ -113,7 +113,7 @@ def _attach(module: ModuleType, target: Target) -> None:
         if not is_rank():
             return
         known, version = _version(target)
-        if not target.since <= _numbers(version) < target.before:
+        if not target.since <= numbers(version) < target.before:
             since, before = (".".join(map(str, each)) for each in (target.since, target.before))
             _refuse(known, f"this release knows {target.distributions[0]} from {since} to before {before} only")
             return
@@ -141,10 +141,10 @@ def _version(target: Target) -> tuple[str, str]:
     raise importlib.metadata.PackageNotFoundError(target.distributions[0])
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version.
 
-    >>> _numbers("5.23.0"), _numbers("0.16.1+cpu"), _numbers("4.46.0.dev0"), _numbers("nightly")
+    >>> numbers("5.23.0"), numbers("0.16.1+cpu"), numbers("4.46.0.dev0"), numbers("nightly")
     ((5, 23, 0), (0, 16, 1), (4, 46, 0), ())
     """
     numbers = []

@@ -52,11 +52,13 @@ class AtExit:
 
     def __call__(self) -> None:
         """Leave with the code that was asked for; else say what the end of the script means."""
-        if current.attachment is None or not hook.is_rank():
+        if not hook.is_rank():
             return
-        failed = getattr(sys, "last_value", None) is not None  # an exception that nobody caught
         if self.code is not None:
             ending.leave(self.code)
+        if current.attachment is None:
+            return
+        failed = getattr(sys, "last_value", None) is not None  # an exception that nobody caught
         with suppress(Exception):
             if self.finished is not None and not failed and current.attachment.rank == 0:
                 self.finished()

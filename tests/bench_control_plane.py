@@ -39,7 +39,6 @@ from tests import crowd
 
 WITHIN_S = 120.0
 TRAIN_S = 12.0  # in which the load of a running training is measured
-GOALS = {"ready": "3 s at 1,024, 10 s at 10,000", "asked": "0.1 s at 1,024, 1 s at 10,000"}
 
 
 class Journal(JournalWriter):
@@ -85,7 +84,7 @@ def play(count: int, directory: Path) -> dict[str, float]:
     commands = directory / "bin"
     commands.mkdir()
     srun = commands / "srun"
-    srun.write_text(f"#!/bin/sh\nPYTHONPATH={':'.join(sys.path)} exec {sys.executable} -m tests.crowd \"$@\"\n")
+    srun.write_text(f'#!/bin/sh\nPYTHONPATH={":".join(sys.path)} exec {sys.executable} -m tests.crowd "$@"\n')
     srun.chmod(0o755)
     (commands / "scontrol").write_text("#!/bin/sh\nexit 1\n")
     (commands / "scontrol").chmod(0o755)
@@ -110,9 +109,14 @@ def play(count: int, directory: Path) -> dict[str, float]:
             directory=RunDirectory(run),
             assignment=assignment,
             job=Job(
-                command=("train.py",), torchrun=False, geometry=Geometry(tasks_per_node=crowd.RANKS_PER_NODE),
-                run_directory=run, run_id="bench", attempt=0, socket=assignment.socket_name(),
-            ),  # fmt: skip
+                command=("train.py",),
+                torchrun=False,
+                geometry=Geometry(tasks_per_node=crowd.RANKS_PER_NODE),
+                run_directory=run,
+                run_id="bench",
+                attempt=0,
+                socket=assignment.socket_name(),
+            ),
             lease=Lease(job_id=7, restart_count=0, attempt=0, node=nodes[0], pid=os.getpid(), taken_at=clock.now()),
             policy=Policy(),
         ),
@@ -216,7 +220,8 @@ def main() -> int:
             command = [sys.executable, "-m", "tests.bench_control_plane", "--one", str(count)]
             said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=5 * WITHIN_S).stdout
             found[count].append(json.loads(said))
-    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, medians of {chosen.rounds}, {crowd.RANKS_PER_NODE} ranks a node\n")
+    load = f"load {os.getloadavg()[0]:.1f}"
+    print(f"{os.cpu_count()} CPUs, {load}, medians of {chosen.rounds}, {crowd.RANKS_PER_NODE} ranks a node\n")
     print("| seconds | " + " | ".join(f"{count:,} nodes" for count in counts) + " |")
     print("|---" * (1 + len(counts)) + "|")
     for name in found[counts[0]][0]:

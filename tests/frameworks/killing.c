@@ -1,7 +1,7 @@
 /* SIGKILL at a chosen call on a chosen file: preloaded into the ranks, which know nothing of it.
  *
- * TEST_KILL is "CALL:PATH", PATH with the wildcards of a shell.  `open`: before the file is made.  `write`: after half of the first bytes.  `rename`:
- * before it.  `fsync`: before it.  Threads and processes that a rank has started count too. */
+ * TEST_KILL is "CALL:PATH", PATH with the wildcards of a shell.  `open`: before the file is made.  `write`: after half
+ * of the first bytes.  `rename`: before it.  `fsync`: before it.  Threads and processes that a rank has started count too. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

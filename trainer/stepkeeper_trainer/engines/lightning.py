@@ -97,7 +97,7 @@ class StepkeeperCheckpoints(Checkpoint):
 
         fit_loop._load_combined_loader_states = load_and_note  # noqa: SLF001
 
-    def _note_path(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:  # noqa: ARG002, FBT001
+    def _note_path(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:  # noqa: FBT001
         """Take a step directory that the script names.
 
         Raises:
@@ -135,6 +135,8 @@ class StepkeeperCheckpoints(Checkpoint):
         """Have the data go on where it was."""
         if self._random_due and self._progress is not None and self._engine is not None:
             self._random_due = self._progress.find_place(self._engine.manager.restore_random_state)
+            if trainer.enable_validation:  # at the end of an epoch it comes first: the save was before it
+                self._random_before = random_state.capture()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Take down what a shuffle of this epoch is drawn from."""

@@ -82,7 +82,7 @@ def _blocks(page: str) -> Iterator[tuple[int, str]]:
         line = QUOTE.sub("", raw)
         indent = len(line) - len(line.lstrip())
         item = ITEM.match(line)
-        if depth and line.strip() and is_after_blank and not item and indent < 2:  # noqa: PLR2004 - Markdown's least
+        if depth and line.strip() and is_after_blank and not item and indent < 2:
             depth = 0
         is_code = not block and is_after_blank and indent >= depth + 4 and not (item and depth)
         is_alone = bool(HEADING.match(line) or TABLE.match(line) or MARKER.match(line))

@@ -27,8 +27,9 @@ SPAN = "\N{WHITE SQUARE}"  # stands for code in a line
 # none of these ends a sentence, whatever comes next
 ABBREVIATIONS = ("e.g.", "i.e.", "vs.", "cf.", "approx.", "ca.", "resp.", "incl.", "Fig.", "Sec.", "No.", "Dr.", "St.")
 # these may end one: the next word decides
-OPEN_ENDED = ("etc.", "a.m.", "p.m.", "et al.", "Inc.", "U.S.")
-END = re.compile(r"""[.?!…]+["'”’»)\]*_]*(?=\s+(?P<next>["'“‘«(\[*_]*\S))""")
+OPEN_ENDED = ("etc.", "a.m.", "p.m.", "al.", "Inc.", "U.S.", "...", "…")
+OPENING, CLOSING = "\"'([*_", "\"')]*_"
+END = re.compile(r"""[.?!…]+["')\]*_]*(?=\s+(?P<next>["'(\[*_]*\S))""")
 WORD = re.compile(rf"\S*[\w{SPAN}]\S*")
 
 
@@ -103,15 +104,7 @@ def _blocks(page: str) -> Iterator[tuple[int, str]]:
 def _ends(text: str) -> Iterator[int]:
     """Yield where sentences of a block end, the last one apart."""
     for found in END.finditer(text):
-        before = text[: found.end()].rstrip("\"'”’»)]*_")
-        following = found["next"].lstrip("\"'“‘«([*_")
-        if before.endswith(ABBREVIATIONS) and re.search(r"(?:^|[\s(\"'])\S+$", before):
-            word = re.split(r"[\s(\"'“]", before)[-1]
-            if word in ABBREVIATIONS:
-                continue
-        is_lower = following[:1].islower()
-        if is_lower and (before.endswith(OPEN_ENDED) or before.endswith(("...", "…"))):
-            continue
-        if is_lower and not re.search(r"[\w)`\]" + SPAN + r"][.?!]$", before):
-            continue
-        yield found.end()
+        before = re.split(r"[\s(\"']", text[: found.end()].rstrip(CLOSING))[-1]
+        is_lower = found["next"].lstrip(OPENING)[:1].islower()
+        if before not in ABBREVIATIONS and not (is_lower and before.endswith(OPEN_ENDED)):
+            yield found.end()

@@ -193,3 +193,23 @@ def test_a_browser_that_is_not_there_is_a_failure_where_all_must_be_there(monkey
     monkeypatch.delenv("TEST_REQUIRE_SLURM")
     with pytest.raises(pytest.skip.Exception):
         browser.need()
+
+
+@pytest.mark.parametrize(("size", "scheme"), WINDOWS)
+def test_512_ranks_are_shown_while_all_is_well(
+    run: RunDirectory, looked: Browser, size: tuple[int, int], scheme: str
+) -> None:
+    long_run(run, steps=1000)
+    looked.look(*size, scheme)
+    with served(run) as viewer:
+        looked.open(f"http://127.0.0.1:{viewer.port}/{viewer.token}/")
+        fits(looked)
+        assert looked.run(CONTRAST) == []
+        assert looked.run("document.querySelectorAll('.tiles li').length") == 64
+        squares = looked.run("[...document.querySelectorAll('.tiles i')].map((e) => e.getBoundingClientRect().width)")
+        assert len(squares) == 512
+        assert min(squares) >= 8
+        cut_off = "[...document.querySelectorAll('.tiles code')].filter((e) => e.scrollWidth > e.clientWidth).length"
+        assert looked.run(cut_off) == 0
+        tall = looked.run("document.querySelector('.tiles').getBoundingClientRect().height")
+        assert tall < 1.5 * size[1], "64 nodes are seen at a glance"

@@ -480,6 +480,10 @@ def test_a_long_run_on_512_ranks_stays_small(run: RunDirectory) -> None:
     assert len(json.dumps(news)) < 50_000
     assert len(figures) < 150_000
     assert "64 nodes of the newest attempt, 8 GPUs each: 64 in use. 34 more are left out here." in page
+    assert "512 ranks running. Each square is a rank." in page
+    assert page.count('<li class="w-in_use"') == 64
+    assert 'title="gpu0063, in use: ranks 504 to 511: 8 running"' in page
+    assert json.loads(figures)["nodes"][63]["ranks"] == [504, 511]
 
 
 # --- where it listens, and the command ------------------------------------------------------------

@@ -69,7 +69,7 @@ class Journal:
         directory = f"/runs/r/checkpoints/step_{resume:08d}" if resume else None
         self.tell(on.CheckpointChosen(at=START + at, directory=directory, step=resume or None))
         self.tell(on.NodesCleared(at=START + at, launch=self.state.launch.number, address="n1", port=1))
-        self.tell(on.RankHello(at=START + at, launch=self.state.launch.number, rank=0, node="n1"))
+        self.tell(on.RankHello(at=START + at, launch=self.state.launch.number, rank=0, node=self.state.nodes.usable[0]))
 
     def steps(self, first: int, count: int, at: float, seconds: float = 1.0) -> None:
         """Complete steps; the first one ends `seconds` after `at`."""

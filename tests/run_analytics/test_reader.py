@@ -204,3 +204,39 @@ def test_following_reads_no_line_twice(tmp_path: Path) -> None:
     reader.see()
 
     assert before == reader._builder.seen.records == len(killed().records)
+
+
+def found_nodes(told: Journal, ranks_each: int | None = None) -> dict[str, tuple[tuple[int, int] | None, int]]:
+    found = Nodes()
+    for record in told.records:
+        found.take(record)
+    return {each.name: (each.ranks, each.running) for each in found.listed(ranks_each)}
+
+
+def test_ranks_are_known_while_all_is_well_and_counted_when_one_ends() -> None:
+    told = Journal(nodes=("n1", "n2", "n3"))
+    told.begin(0, gpus_per_node=2, nodes_wanted=2)
+    assert set(found_nodes(told).values()) == {(None, 0)}
+
+    told.launch(10)
+    assert found_nodes(told) == {"n1": ((0, 1), 2), "n2": ((2, 3), 2), "n3": (None, 0)}
+    assert found_nodes(told, 4)["n2"] == ((4, 7), 4)
+
+    launch = told.state.launch.number
+    told.tell(on.RankExited(at=START + 20, launch=launch, rank=3, node="n2", code=1))
+    assert found_nodes(told)["n2"] == ((2, 3), 1)
+    told.tell(on.LaunchEnded(at=START + 21, launch=launch, code=1))
+    assert {running for _, running in found_nodes(told).values()} == {0}
+
+
+def test_ranks_that_are_elsewhere_than_expected_are_not_guessed() -> None:
+    told = Journal(nodes=("n1", "n2"))
+    told.begin(0, gpus_per_node=2)
+    told.launch(10)
+    told.tell(on.RankExited(at=START + 20, launch=told.state.launch.number, rank=1, node="n2", code=1))
+    assert {ranks for ranks, _ in found_nodes(told).values()} == {None}
+
+    unwrapped = Journal(nodes=("n1", "n2"))
+    unwrapped.begin(0, gpus_per_node=2, wrapped=False)
+    unwrapped.launch(10)
+    assert {ranks for ranks, _ in found_nodes(unwrapped).values()} == {None}

@@ -1,6 +1,7 @@
 """What the journal tells of each node of the newest attempt, and of the ranks there.  Pure.
 
-The journal names ranks where they matter: those that ended, and the slowest of a node.
+The journal names ranks where they matter: those that ended, and the slowest of a node.  The others follow from the
+order of the launch's nodes and the number of ranks on each, unless a rank that is named contradicts that.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Node(msgspec.Struct, kw_only=True):
     step_seconds: float | None = None  # of its own work for a step, without waiting for others
     slowest_rank: int | None = None
     ended: dict[int, str] = {}  # rank -> how it ended, of the newest launch
+    ranks: tuple[int, int] | None = None  # the first and the last of the newest launch; None where that is not known
+    running: int = 0  # of them; 0 too where they are not known
 
 
 class Nodes:
@@ -50,7 +53,11 @@ class Nodes:
     def _begin(self) -> None:
         self._names: dict[str, None] = {}  # of the attempt, in their order
         self._usable: frozenset[str] | None = None
-        self._launch: frozenset[str] = frozenset()  # the nodes of the newest launch
+        self._launch: tuple[str, ...] = ()  # the nodes of the newest launch, in the order of their ranks
+        self._runs = False  # that launch has not ended
+        self._each: int | None = None  # ranks of a node, as far as the journal says: one a GPU
+        self._is_wrapped = True
+        self._placed: dict[int, str] = {}  # rank -> its node, where the journal says it
         self._left: dict[str, str] = {}
         self._unfit: dict[str, str] = {}
         self._watcher_lost: dict[str, str] = {}
@@ -69,13 +76,15 @@ class Nodes:
             self._begin()
         if isinstance(record.event, on.AttemptStarted):
             self._names = dict.fromkeys(record.event.nodes)
+            self._each, self._is_wrapped = record.event.gpus_per_node, record.event.wrapped
         if record.nodes is not None:
             self._names.update(dict.fromkeys(record.nodes))
             self._usable = frozenset(record.nodes)
         self._hear(record.event)
         for effect in record.effects:
             if isinstance(effect, do.StartLaunch):
-                self._launch = frozenset(effect.nodes or record.nodes or self._names)
+                self._launch = tuple(effect.nodes or record.nodes or self._names)
+                self._runs, self._placed = True, {}
                 self._ended, self._slow, self._own, self._slowest = {}, {}, {}, {}
             if isinstance(effect, do.ReportSlowNode) and not effect.loading:
                 if effect.over:
@@ -98,27 +107,53 @@ class Nodes:
             case on.RankExited():
                 how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.code}"
                 self._ended.setdefault(event.node, {})[event.rank] = how
+                self._placed[event.rank] = event.node
+            case on.RankHello():
+                self._placed[event.rank] = event.node
+            case on.LaunchEnded():
+                self._runs = False
             case on.NodesPaced():
                 self._own = dict(event.own)
                 self._slowest = {node: rank for node, rank, _ in event.slowest}
+                self._placed.update({rank: node for node, rank, _ in event.slowest})
             case _:
                 pass  # it says nothing of one node
 
-    def listed(self) -> list[Node]:
-        """Return the nodes: those that a person looks for first, then by name."""
+    def listed(self, ranks_each: int | None = None) -> list[Node]:
+        """Return the nodes: those that a person looks for first, then by name.
+
+        Args:
+            ranks_each: ranks of a node, where the settings say it.
+        """
         order = list(NodeState)
-        found = [self._node(name) for name in self._names]
+        first = self._first_ranks(ranks_each or self._each)
+        found = [self._node(name, first.get(name)) for name in self._names]
         return sorted(found, key=lambda each: (order.index(each.state), each.name))
 
-    def _node(self, name: str) -> Node:
+    def _first_ranks(self, each: int | None) -> dict[str, tuple[int, int]]:
+        """Return the first and the last rank of each node; nothing where that is not certain."""
+        if each is None or not self._is_wrapped:
+            return {}
+        found = {node: (each * index, each * index + each - 1) for index, node in enumerate(self._launch)}
+        for rank, node in self._placed.items():
+            first, last = found.get(node, (0, -1))
+            if not first <= rank <= last:
+                return {}
+        return found
+
+    def _node(self, name: str, ranks: tuple[int, int] | None) -> Node:
         state, why = self._state(name)
+        ended = self._ended.get(name, {})
+        runs = ranks is not None and self._runs and state is not NodeState.LEFT
         return Node(
             name=name,
             state=state,
             why=why,
             step_seconds=self._own.get(name),
             slowest_rank=self._slowest.get(name),
-            ended=self._ended.get(name, {}),
+            ended=ended,
+            ranks=ranks,
+            running=ranks[1] - ranks[0] + 1 - len(ended) if ranks is not None and runs else 0,
         )
 
     def _state(self, name: str) -> tuple[NodeState, str]:

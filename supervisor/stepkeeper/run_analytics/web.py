@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Watched:
             seen = self._reader.see()
             started = reading.read(self._run, (attempt.number for attempt in seen.attempts))
             about = msgspec.structs.replace(self._about, started=started)
-            nodes = self._reader.nodes.listed()
+            nodes = self._reader.nodes.listed(_ranks_each(started))
             parts = live.whole_parts(seen, about, nodes)
         except OSError as error:
             with self._changing:
@@ -192,6 +193,12 @@ class Watched:
                 for name, value in (report or {}).items()
             },
         }
+
+
+def _ranks_each(started: Sequence[reading.Started]) -> int | None:
+    """Return how many ranks the newest attempt's settings put on a node; None where they leave that to Slurm."""
+    said = started[-1].settings.get("tasks_per_node", "") if started else ""
+    return int(said) if said.isdigit() else None
 
 
 def _in_words(error: OSError) -> str:

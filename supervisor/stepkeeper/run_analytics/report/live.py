@@ -24,6 +24,8 @@ from stepkeeper_trainer.formats.steps import COMMITTED, VERIFIED
 
 DETAIL = Detail(columns=150, losses=160, rows=30)  # at most 1,920 points of losses and learning rates
 DECISIONS_MAX = 12
+TILES_MAX = 256  # of nodes
+SQUARES_MAX = 16  # of a node's ranks that are drawn one by one
 ORDER = (
     *("head", "said", "now", "figures", "going-on", "decisions", "loss", "timeline", "nodes", "spent", "failures"),
     *("checkpoints", "started", "incidents", "definitions"),
@@ -195,11 +197,48 @@ def _nodes(seen: Timeline, found: Sequence[Node]) -> str:
             f"<code>{text(each.name)}</code>",
             f"<em class=w-{each.state.name.lower()}>{each.state.value}</em>",
             "" if each.step_seconds is None else hours(round(each.step_seconds * 1e6)),
+            _ranks(each),
             "" if each.slowest_rank is None else str(each.slowest_rank),
             f"<div class=words>{text(each.why)}</div>",
         )
         for each in shown
     ]
     note = f"<p class=note>{len(found):,} nodes of the newest attempt{gpus}: {summary}.{left_out}{over}</p>"
-    head = ("node", "state", "own work a step", "slowest rank", "why")
-    return section("Nodes and ranks", note + table(head, rows, right=frozenset((2, 3))))
+    head = ("node", "state", "own work a step", "ranks", "slowest rank", "why")
+    body = note + _tiles(found) + table(head, rows, right=frozenset((2, 4)))
+    return section("Nodes and ranks", body)
+
+
+def _ranks(node: Node) -> str:
+    """Say which ranks a node has, and how many of them run."""
+    if node.ranks is None:
+        return ""
+    first, last = node.ranks
+    which = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    state = f"{node.running:,} running" if node.running else "none running"
+    return f"{which}: {state}" + (f", {len(node.ended):,} ended" if node.ended else "")
+
+
+def _tiles(found: Sequence[Node]) -> str:
+    """Draw each node in its state, with a square for each rank: as quick to see for 64 nodes as for two."""
+    shown = [each for each in found if each.ranks is not None][:TILES_MAX]
+    if not shown:
+        return ""
+    running, ended = sum(each.running for each in shown), sum(len(each.ended) for each in shown)
+    tiles = "".join(
+        f'<li class="w-{each.state.name.lower()}" title="{text(each.name)}, {each.state.value}: ranks {_ranks(each)}">'
+        f"<code>{text(each.name)}</code><span>{_squares(each)}</span></li>"
+        for each in shown
+    )
+    said = f"{running:,} ranks running" + (f", {ended:,} ended" if ended else "")
+    return f"<p class=note>{said}. Each square is a rank.</p><ul class=tiles>{tiles}</ul>"
+
+
+def _squares(node: Node) -> str:
+    if node.ranks is None or node.ranks[1] - node.ranks[0] >= SQUARES_MAX:
+        return ""
+    drawn = range(node.ranks[0], node.ranks[1] + 1)
+    none = "<i class=r-none></i>"
+    return "".join(
+        "<i class=r-ended></i>" if rank in node.ended else "<i></i>" if node.running else none for rank in drawn
+    )

@@ -38,6 +38,7 @@ VARIANTS = [
     ("lightning", "sharded"),
     ("lightning", "accumulating"),
     ("lightning", "evaluating"),
+    ("lightning", "shuffled"),
     ("lightning", "streaming"),
     ("torchtitan", ""),
 ]
@@ -123,6 +124,19 @@ def test_losses_go_on_bit_for_bit_from_each_step(
     assert not Path(f"{tmp_path / 'finished'}.0").exists(), "a finished training took another step"
     assert set(runs.steps("out")) == before
     assert json.loads((tmp_path / "out/outcome.json").read_text())["outcome"] == "finished"
+
+
+@real
+def test_an_epochs_shuffle_is_known_after_a_resume_at_its_start_too(start, tmp_path: Path) -> None:
+    """Each rank's sampler draws the order from the random generators: here of an epoch that a resume begins."""
+    runs = Runs(start("lightning"), "shuffled", tmp_path, steps=17)
+    assert runs.play("out", "whole") == [0, 0], runs.log("whole")
+    whole = runs.losses("whole")
+
+    assert runs.resume("first", "first-losses", runs.steps("out")[10]) == [0, 0], runs.log("first-losses")
+    assert runs.losses("first-losses") == after(10, whole)
+    assert runs.resume("second", "second-losses", runs.steps("first")[15]) == [0, 0], runs.log("second-losses")
+    assert runs.losses("second-losses") == after(15, whole)
 
 
 @real

@@ -220,6 +220,9 @@ def test_a_validation_of_torchtitan_is_no_silence(attachment: Attachment, monkey
 
         _should_save = save
 
+        def _should_purge(self) -> bool:
+            return False
+
     class Validator:
         def post_dataloading_process(self, batch: int) -> int:
             return batch

@@ -14,7 +14,7 @@ import pytest
 
 import stepkeeper_trainer
 from stepkeeper.cli.main import main
-from stepkeeper_trainer.engines.training import check_options, check_version, refuse
+from stepkeeper_trainer.engines.training import check_doors, check_options, check_version, refuse
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import messages as words
 from stepkeeper_trainer.formats.steps import list_steps
@@ -228,6 +228,18 @@ def test_another_release_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="no-such-package-here is not installed"):
         check_version(("no-such-package-here",), (1,), (2,))
     check_version(("msgspec",), (0,), (99,))
+
+
+def test_a_framework_without_what_is_needed_of_its_inside_is_refused_by_name() -> None:
+    class Trainer:
+        class Loop:
+            run = print
+
+        loop = Loop()
+
+    check_doors(Trainer(), ["loop.run"])
+    with pytest.raises(UsageError, match=r"a Trainer of tests that has no loop\.skip, other\.run"):
+        check_doors(Trainer(), ["loop.run", "loop.skip", "other.run"])
 
 
 def test_what_the_framework_says_is_not_the_scripts_to_say() -> None:

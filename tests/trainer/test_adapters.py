@@ -236,6 +236,23 @@ def test_a_validation_of_torchtitan_is_no_silence(attachment: Attachment, monkey
     assert said == [1, 1, 1]
 
 
+def test_a_torchtitan_without_the_rules_that_are_wrapped_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = adapter("torchtitan", monkeypatch)
+
+    class Manager:
+        def save(self, *_: object) -> bool:
+            return False
+
+        _should_save = save
+
+    save = Manager.save
+    with pytest.raises(AttributeError, match="_should_purge"):  # which `hook` reports as `not attached`
+        module.install(SimpleNamespace(CheckpointManager=Manager))
+
+    assert Manager.save is save
+    assert Manager._should_save is save
+
+
 class FakeAccelerator:
     """What the adapter needs of Accelerator; a save is a file in a directory."""
 

@@ -252,6 +252,9 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
 
         repair = note_launch
 
+        def convert(self, name: str | None, *_: object) -> str | None:
+            return name
+
         def end(self, code: int, *, resumed_from: str | None) -> End:
             raise ValueError(f"{code}, {resumed_from}: nobody has foreseen this checkpoint")
 

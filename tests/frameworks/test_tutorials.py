@@ -22,6 +22,7 @@ from tests.training import Training
 
 pytestmark = pytest.mark.frameworks
 WITHIN_S = 400.0
+LIBRARY = str(Path(stepkeeper_trainer.__file__).parent.parent)
 
 
 @pytest.mark.slurm
@@ -96,7 +97,7 @@ def test_the_scripts_end_as_it_is_where_our_library_saves(name: str, tmp_path: P
         done = subprocess.run(
             [python, "train.py", *(words if name == "huggingface" else ())],
             check=False, capture_output=True, text=True, cwd=tmp_path, timeout=WITHIN_S,
-            env={**os.environ, "PYTHONPATH": str(Path(stepkeeper_trainer.__file__).parent.parent), "TEST_STEPS": str(steps),
+            env={**os.environ, "PYTHONPATH": LIBRARY, "TEST_STEPS": str(steps),
                  "STEPKEEPER_RUN_DIR": str(run_dir), "STEPKEEPER_RESUME_FROM": "latest", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -103,7 +103,7 @@ def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> Non
     expected = jobs.whole(lab, kind, "as-it-was", evaluates_at=1000)
     ours = "from stepkeeper_trainer.engines.huggingface import save_with_stepkeeper\nsave_with_stepkeeper(trainer)\n"
     job = Job(
-        lab, name="huggingface-ours", kind=kind, attach="off", step_s=2.6, evaluates_at=1000,
+        lab, name="huggingface-ours", kind=kind, attach="off", step_s=2.2, evaluates_at=1000,
         change=("trainer.train(", f"{ours}trainer.train("), sbatch_args=("--time=1", "--signal=B:USR2@1"),
     ).begin(PYTHONPATH=str(Path(stepkeeper_trainer.__file__).parent.parent))  # fmt: skip
     job.until_step(2)

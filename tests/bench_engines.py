@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="bench-engines-", dir=options.directory))
     print(f"load averages before: {os.getloadavg()}", file=sys.stderr)
     print(
-        "| framework | saved by | a step | blocked | lost until the next save | until durable |\n|---|---|---|---|---|---|"
+        "| framework | saved by | a step | blocked | lost until the next save | until durable |\n"
+        "|---|---|---|---|---|---|"
     )
     try:
         for name, imports in FRAMEWORKS.items():

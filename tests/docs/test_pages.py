@@ -13,6 +13,7 @@ import stepkeeper_trainer
 from stepkeeper.core import effects, events, reasons
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import journal
+from tests.docs.pages import names_in
 from tests.pages import log, pages
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -26,8 +26,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
-from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
-from stepkeeper.run_analytics.metrics.textfile import exported
+from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
 from stepkeeper.run_store import journal, lines, paths
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import cmd

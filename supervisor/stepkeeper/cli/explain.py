@@ -22,8 +22,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collect, log_lines, logs, rules
-from stepkeeper.diagnosis.causes import Evidence, Role, Verdict
-from stepkeeper.diagnosis.classify import NO_EVIDENCE, classify
+from stepkeeper.diagnosis.classify import NO_EVIDENCE, Evidence, Role, Verdict, classify
 from stepkeeper.diagnosis.collect import Launch
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact

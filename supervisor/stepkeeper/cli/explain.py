@@ -182,7 +182,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Tell why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id")
     command.add_argument(

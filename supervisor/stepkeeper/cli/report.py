@@ -29,7 +29,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Write what happened in a run as one HTML page without any external part: attempts, launches and "
         "nodes over time, where the hours went, ETTR and goodput, the loss across all resumes, step directories, "
         "failures and incidents (docs/report.md).",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id (default: as `status`)")
     command.add_argument("-o", "--output", metavar="FILE", help="where to write (default: report.html; -: stdout)")

@@ -152,6 +152,11 @@ def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     return soon if soon < silence_s(pace, policy, saving=saving) else None
 
 
+def is_even(pace: Pace) -> bool:
+    """Tell whether this launch has made enough steps to know what is unusual in it."""
+    return len(pace.recent) >= STEADY
+
+
 def certain_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     """Return after which silence the ranks are looked at for one that cannot go on; None where that is no first look.
 

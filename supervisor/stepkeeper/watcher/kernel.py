@@ -17,9 +17,11 @@ from stepkeeper.watcher.frames import Doing
 CPU_SHARE = 0.2  # of the time between two looks: less is what idle threads use
 READ_LEAST = 64 * 1024
 IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads that look around
+WAKING_TIMES = 1.5  # as much as a thread needs that only sleeps: one that asks for something in between needs more
 IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 THREADS_MAX = 128  # in an account
 CHILDREN_MAX = 64
+FAMILY_MAX = 256  # processes below a rank; of more nothing is concluded
 FOREVER_S = 1e9  # what only another process ends
 _TIMER_ABSTIME = 1
 _TIMESPEC = struct.Struct("qq")
@@ -140,6 +142,16 @@ def sure_s(before: Wait | None, after: Wait | None) -> float:
     (True, 0.0)
     """
     return after.left_s if after is not None and before == after else 0.0
+
+
+def sleeps_again(before: Wait | None, after: Wait | None) -> bool:
+    """Tell whether a process slept in two looks, and began anew in between: nobody knows when it goes on.
+
+    >>> first, second = Wait("asleep", 7.0), Wait("asleep", 9.0)
+    >>> sleeps_again(first, second), sleeps_again(first, first), sleeps_again(first, None)
+    (True, False, False)
+    """
+    return before is not None and after is not None and before.what == after.what == _ASLEEP and before != after
 
 
 def _target(pid: int, descriptor: int) -> str:
@@ -285,3 +297,60 @@ def rests(before: Life, after: Life, apart_s: float = 3.0) -> bool:
         and after.bytes_written - before.bytes_written < READ_LEAST
         and after.switches - before.switches < IDLE_SWITCHES
     )
+
+
+class Family(NamedTuple):
+    """A process, its threads and the processes below it."""
+
+    pid: int
+    cpu_s: float  # of the main thread
+    lives: dict[int, Life]  # of it and each process below it
+    waits_for_data: bool  # a thread of theirs is in a device or file system, or reads from a file or socket
+
+
+def of_family(pid: int) -> Family | None:
+    """Return what a process and those below it have used; None where the kernel does not say all of it."""
+    try:
+        cpu_s = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+    members = [pid]
+    for member in members:  # grows meanwhile
+        members += [child for child in children(member) if child not in members]
+        if len(members) > FAMILY_MAX:
+            return None
+    waits = any(_waits_for_data(member, thread) for member in members for thread in _threads(member))
+    return Family(pid, cpu_s, {member: of_life(member) for member in members}, waits)
+
+
+def _waits_for_data(pid: int, thread: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False  # it has ended
+    return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+
+
+def only_sleeps(before: Family | None, after: Family | None, apart_s: float, waking_s: float) -> bool:
+    """Tell whether a process did nothing but wake up and sleep again, and nothing below it did anything.
+
+    Args:
+        before: the first look.
+        after: the second one.
+        apart_s: between them.
+        waking_s: of the processor, that a thread needs for it on this node.
+
+    >>> slept = Family(7, 1.0, {7: Life(1.0, 7, 7, 100)}, False)
+    >>> later = Family(7, 1.0003, {7: Life(1.0, 7, 7, 103)}, False)
+    >>> only_sleeps(slept, later, 3.0, 0.0001), only_sleeps(slept, later._replace(cpu_s=1.001), 3.0, 0.0001)
+    (True, False)
+    """
+    if before is None or after is None or before.waits_for_data or after.waits_for_data:
+        return False
+    rested = {
+        each for each, life in before.lives.items() if each in after.lives and rests(life, after.lives[each], apart_s)
+    }
+    if not rested == before.lives.keys() == after.lives.keys():
+        return False
+    woken = (after.lives[after.pid].switches or 0) - (before.lives[before.pid].switches or 0)
+    return after.cpu_s - before.cpu_s <= WAKING_TIMES * waking_s * woken

@@ -20,12 +20,23 @@ from pathlib import Path
 from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, catches
-from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
+from stepkeeper.watcher.frames import (
+    Below,
+    Doing,
+    Frame,
+    below,
+    describe,
+    in_own_code,
+    of_faulthandler,
+    of_py_spy,
+    says_it_all,
+)
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
+WAKES = 6  # in that time, of the thread that looks
 DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
 STUCK_FOR_S = 1.5  # ranks that cannot handle a signal are not waited for longer
@@ -114,10 +125,20 @@ class StackTaker:
             first = self._sample(spy, wanted.launch, pids)
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
-            time.sleep(self._apart_s)
+            families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
+            waking_s = self._sleep_apart()
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            slept = {
+                rank: pids[rank]
+                for rank, family in families.items()
+                if self._slept(pids[rank], family, waited[rank], waking_s)
+            }
             second = self._sample(spy, wanted.launch, pids)
+            same = {
+                rank: pid for rank, pid in slept.items() if in_own_code(first[rank]) and first[rank] == second[rank]
+            }
+            asleep = self._sleep_on(spy, wanted.launch, same, second) if same else frozenset[int]()
             stands: dict[int, int] = {}  # pids of ranks that do
             plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
@@ -143,6 +164,7 @@ class StackTaker:
                     moved=moved,
                     idle=rests,
                     sure_s=kernel.sure_s(waited[rank], waits_on[rank]) if stays else 0.0,
+                    sleeps=rank in asleep,
                 )
                 self._say(stood)
             if not wanted.brief:
@@ -159,6 +181,29 @@ class StackTaker:
         finally:
             self._files.close(0.0)
             self._busy.release()
+
+    def _sleep_apart(self) -> float:
+        """Let the time between two looks pass, and return what a thread that only sleeps needs to wake up once."""
+        began = time.thread_time()
+        for _ in range(WAKES):
+            time.sleep(self._apart_s / WAKES)
+        return (time.thread_time() - began) / WAKES
+
+    def _slept(self, pid: int, before: kernel.Family | None, waited: kernel.Wait | None, waking_s: float) -> bool:
+        """Tell whether a rank did nothing but sleep, again and again, since a look before."""
+        again = kernel.sleeps_again(waited, kernel.wait_of(pid))
+        return again and kernel.only_sleeps(before, kernel.of_family(pid), self._apart_s, waking_s)
+
+    def _sleep_on(
+        self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
+    ) -> frozenset[int]:
+        """Return the ranks that a third look finds asleep at the same line: each sleep that begins may be the last."""
+        families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
+        waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
+        waking_s = self._sleep_apart()
+        slept = {rank: pid for rank, pid in pids.items() if self._slept(pid, families[rank], waited[rank], waking_s)}
+        third = self._sample(spy, launch, slept)
+        return frozenset(rank for rank in slept if third[rank] == before[rank])
 
     # --- Python -----------------------------------------------------------------------------------
 

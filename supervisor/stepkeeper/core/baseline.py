@@ -162,8 +162,9 @@ def certain_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
 
     A few steps tell enough: the look ends nothing that would not be ended later.
     """
-    if saving or len(pace.recent) < ENOUGH:
+    if len(pace.recent) < ENOUGH or (saving and not pace.save):
         return None
     ordered = sorted(pace.recent)
     usual = ordered[math.ceil(CERTAIN_SHARE * len(ordered)) - 1]
-    return max(policy.hang_certain_s, CERTAIN_TIMES * usual, CERTAIN_LONGEST_TIMES * pace.longest)
+    soon = max(policy.hang_certain_s, CERTAIN_TIMES * usual, CERTAIN_LONGEST_TIMES * pace.longest)
+    return soon + CERTAIN_LONGEST_TIMES * pace.save if saving else soon

@@ -36,6 +36,7 @@ from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
+AGAIN_SHARE = 0.7  # of that until a third look, where it is wanted
 WAKES = 6  # in that time, of the thread that looks
 DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
@@ -126,13 +127,13 @@ class StackTaker:
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
-            waking_s = self._sleep_apart()
+            waking_s = sleep_and_measure(self._apart_s)
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             slept = {
                 rank: pids[rank]
                 for rank, family in families.items()
-                if self._slept(pids[rank], family, waited[rank], waking_s)
+                if _slept(pids[rank], family, waited[rank], self._apart_s, waking_s)
             }
             second = self._sample(spy, wanted.launch, pids)
             same = {
@@ -182,26 +183,17 @@ class StackTaker:
             self._files.close(0.0)
             self._busy.release()
 
-    def _sleep_apart(self) -> float:
-        """Let the time between two looks pass, and return what a thread that only sleeps needs to wake up once."""
-        began = time.thread_time()
-        for _ in range(WAKES):
-            time.sleep(self._apart_s / WAKES)
-        return (time.thread_time() - began) / WAKES
-
-    def _slept(self, pid: int, before: kernel.Family | None, waited: kernel.Wait | None, waking_s: float) -> bool:
-        """Tell whether a rank did nothing but sleep, again and again, since a look before."""
-        again = kernel.sleeps_again(waited, kernel.wait_of(pid))
-        return again and kernel.only_sleeps(before, kernel.of_family(pid), self._apart_s, waking_s)
-
     def _sleep_on(
         self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
     ) -> frozenset[int]:
         """Return the ranks that a third look finds asleep at the same line: each sleep that begins may be the last."""
         families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
         waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
-        waking_s = self._sleep_apart()
-        slept = {rank: pid for rank, pid in pids.items() if self._slept(pid, families[rank], waited[rank], waking_s)}
+        apart_s = AGAIN_SHARE * self._apart_s
+        waking_s = sleep_and_measure(apart_s)
+        slept = {
+            rank: pid for rank, pid in pids.items() if _slept(pid, families[rank], waited[rank], apart_s, waking_s)
+        }
         third = self._sample(spy, launch, slept)
         return frozenset(rank for rank in slept if third[rank] == before[rank])
 
@@ -296,6 +288,20 @@ class StackTaker:
 
     def _file(self, launch: int, rank: int) -> Path:
         return collectives.stacks_file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
+
+
+def sleep_and_measure(seconds: float) -> float:
+    """Let the time between two looks pass; return what a thread that only sleeps needs to wake up once."""
+    began = time.thread_time()
+    for _ in range(WAKES):
+        time.sleep(seconds / WAKES)
+    return (time.thread_time() - began) / WAKES
+
+
+def _slept(pid: int, before: kernel.Family | None, waited: kernel.Wait | None, apart_s: float, waking_s: float) -> bool:
+    """Tell whether a rank did nothing but sleep, again and again, since a look before."""
+    again = kernel.sleeps_again(waited, kernel.wait_of(pid))
+    return again and kernel.only_sleeps(before, kernel.of_family(pid), apart_s, waking_s)
 
 
 def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:

@@ -17,7 +17,6 @@ from stepkeeper.watcher.frames import Doing
 CPU_SHARE = 0.2  # of the time between two looks: less is what idle threads use
 READ_LEAST = 64 * 1024
 IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads that look around
-WAKING_TIMES = 1.5  # as much as a thread needs that only sleeps: one that asks for something in between needs more
 IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 THREADS_MAX = 128  # in an account
 CHILDREN_MAX = 64
@@ -91,8 +90,13 @@ def call_of(pid: int, thread: int = 0) -> Call:
         return Call()
     if number < 0:
         return Call()
-    name = _NAMES.get(number, f"system call {number}")
+    name = name_of_call(number)
     return Call(name, _target(pid, int(words[1], 16)) if name in _OF_A_FILE and len(words) > 1 else "")
+
+
+def name_of_call(number: int) -> str:
+    """Return the name of a system call, or its number in words."""
+    return _NAMES.get(number, f"system call {number}")
 
 
 class Wait(NamedTuple):
@@ -302,25 +306,19 @@ def rests(before: Life, after: Life, apart_s: float = 3.0) -> bool:
 class Family(NamedTuple):
     """A process, its threads and the processes below it."""
 
-    pid: int
-    cpu_s: float  # of the main thread
     lives: dict[int, Life]  # of it and each process below it
     waits_for_data: bool  # a thread of theirs is in a device or file system, or reads from a file or socket
 
 
 def of_family(pid: int) -> Family | None:
-    """Return what a process and those below it have used; None where the kernel does not say all of it."""
-    try:
-        cpu_s = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return None
+    """Return what a process and those below it have used; None where they are too many."""
     members = [pid]
     for member in members:  # grows meanwhile
         members += [child for child in children(member) if child not in members]
         if len(members) > FAMILY_MAX:
             return None
     waits = any(_waits_for_data(member, thread) for member in members for thread in _threads(member))
-    return Family(pid, cpu_s, {member: of_life(member) for member in members}, waits)
+    return Family({member: of_life(member) for member in members}, waits)
 
 
 def _waits_for_data(pid: int, thread: int) -> bool:
@@ -331,26 +329,15 @@ def _waits_for_data(pid: int, thread: int) -> bool:
     return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
 
 
-def only_sleeps(before: Family | None, after: Family | None, apart_s: float, waking_s: float) -> bool:
-    """Tell whether a process did nothing but wake up and sleep again, and nothing below it did anything.
+def family_rests(before: Family | None, after: Family | None, apart_s: float) -> bool:
+    """Tell whether a process and all below it are sure to have done nothing, and wait for no data.
 
-    Args:
-        before: the first look.
-        after: the second one.
-        apart_s: between them.
-        waking_s: of the processor, that a thread needs for it on this node.
-
-    >>> slept = Family(7, 1.0, {7: Life(1.0, 7, 7, 100)}, False)
-    >>> later = Family(7, 1.0003, {7: Life(1.0, 7, 7, 103)}, False)
-    >>> only_sleeps(slept, later, 3.0, 0.0001), only_sleeps(slept, later._replace(cpu_s=1.001), 3.0, 0.0001)
+    >>> family = Family({7: Life(1.0, 7, 7, 100)}, False)
+    >>> family_rests(family, family, 3.0), family_rests(family, family._replace(waits_for_data=True), 3.0)
     (True, False)
     """
     if before is None or after is None or before.waits_for_data or after.waits_for_data:
         return False
-    rested = {
-        each for each, life in before.lives.items() if each in after.lives and rests(life, after.lives[each], apart_s)
-    }
-    if not rested == before.lives.keys() == after.lives.keys():
+    if before.lives.keys() != after.lives.keys():
         return False
-    woken = (after.lives[after.pid].switches or 0) - (before.lives[before.pid].switches or 0)
-    return after.cpu_s - before.cpu_s <= WAKING_TIMES * waking_s * woken
+    return all(rests(life, after.lives[member], apart_s) for member, life in before.lives.items())

@@ -15,6 +15,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 from stepkeeper.watcher import kernel, py_spy
@@ -32,12 +34,13 @@ from stepkeeper.watcher.frames import (
     says_it_all,
 )
 from stepkeeper.watcher.messages import Assignment
+from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
-AGAIN_SHARE = 0.7  # of that until a third look, where it is wanted
-WAKES = 6  # in that time, of the thread that looks
+TRACED_SHARE = 0.7  # of that: how long a rank is traced that was asleep in both
+SLEEPS_LEAST = 3  # in that time: the first is the one that it was in, so two whole rounds of a loop are seen
 DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
 STUCK_FOR_S = 1.5  # ranks that cannot handle a signal are not waited for longer
@@ -127,13 +130,14 @@ class StackTaker:
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
-            waking_s = sleep_and_measure(self._apart_s)
+            time.sleep(self._apart_s)
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             slept = {
                 rank: pids[rank]
                 for rank, family in families.items()
-                if _slept(pids[rank], family, waited[rank], self._apart_s, waking_s)
+                if kernel.sleeps_again(waited[rank], waits_on[rank])
+                and kernel.family_rests(family, kernel.of_family(pids[rank]), self._apart_s)
             }
             second = self._sample(spy, wanted.launch, pids)
             same = {
@@ -186,13 +190,17 @@ class StackTaker:
     def _sleep_on(
         self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
     ) -> frozenset[int]:
-        """Return the ranks that a third look finds asleep at the same line: each sleep that begins may be the last."""
+        """Return the ranks that do nothing but sleep, at the same line: who looks for something in between may go on."""
         families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
-        waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
-        apart_s = AGAIN_SHARE * self._apart_s
-        waking_s = sleep_and_measure(apart_s)
+        seconds = TRACED_SHARE * self._apart_s
+        begun_at = time.monotonic()
+        with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
+            traced = dict(zip(pids, threads.map(calls_made, pids.values(), repeat(seconds)), strict=True))
+        took_s = time.monotonic() - begun_at
         slept = {
-            rank: pid for rank, pid in pids.items() if _slept(pid, families[rank], waited[rank], apart_s, waking_s)
+            rank: pid
+            for rank, pid in pids.items()
+            if only_sleeps(traced[rank]) and kernel.family_rests(families[rank], kernel.of_family(pid), took_s)
         }
         third = self._sample(spy, launch, slept)
         return frozenset(rank for rank in slept if third[rank] == before[rank])
@@ -290,18 +298,15 @@ class StackTaker:
         return collectives.stacks_file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
 
 
-def sleep_and_measure(seconds: float) -> float:
-    """Let the time between two looks pass; return what a thread that only sleeps needs to wake up once."""
-    began = time.thread_time()
-    for _ in range(WAKES):
-        time.sleep(seconds / WAKES)
-    return (time.thread_time() - began) / WAKES
+def only_sleeps(calls: tuple[str, ...] | None) -> bool:
+    """Tell whether a rank slept again and again, and asked the kernel for nothing else.
 
-
-def _slept(pid: int, before: kernel.Family | None, waited: kernel.Wait | None, apart_s: float, waking_s: float) -> bool:
-    """Tell whether a rank did nothing but sleep, again and again, since a look before."""
-    again = kernel.sleeps_again(waited, kernel.wait_of(pid))
-    return again and kernel.only_sleeps(before, kernel.of_family(pid), apart_s, waking_s)
+    >>> only_sleeps(("clock_nanosleep",) * 3), only_sleeps(("clock_nanosleep",)), only_sleeps(None)
+    (True, False, False)
+    >>> only_sleeps(("clock_nanosleep", "newfstatat", "clock_nanosleep", "newfstatat"))
+    False
+    """
+    return calls is not None and len(calls) >= SLEEPS_LEAST and set(calls) == {"clock_nanosleep"}
 
 
 def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:

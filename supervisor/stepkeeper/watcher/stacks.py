@@ -190,7 +190,7 @@ class StackTaker:
     def _sleep_on(
         self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
     ) -> frozenset[int]:
-        """Return the ranks that do nothing but sleep, at the same line: who looks for something in between may go on."""
+        """Return the ranks that do nothing but sleep, at the same line: who asks for something in between may go on."""
         families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
         seconds = TRACED_SHARE * self._apart_s
         begun_at = time.monotonic()

@@ -32,7 +32,9 @@ _libc.ptrace.restype = ctypes.c_long
 def calls_made(pid: int, seconds: float) -> tuple[str, ...] | None:
     """Return the names of the system calls that a process's main thread begins in a time, the newest last.
 
-    The first one may be the call that it was in, begun anew.  Who makes many is let go early.  None where that cannot be told: the site does not allow it, the kernel is older than 5.3, a debugger has the
+    The first one may be the call that it was in, begun anew.  Who makes many is let go early.
+
+    None where that cannot be told: the site does not allow it, the kernel is older than 5.3, a debugger has the
     process, it was stopped, or it ended.
     """
     if _libc.ptrace(_SEIZE, pid, None, _SYSGOOD) < 0:

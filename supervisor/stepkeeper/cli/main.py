@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from stepkeeper import __version__
-from stepkeeper.cli import COMMANDS, load
+from stepkeeper.cli import COMMANDS, load, printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
@@ -77,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.execute(arguments))
     except StepkeeperError as error:
         if error.code is ExitCode.NOTHING_FOUND and arguments is not None:
-            from stepkeeper.cli import pending  # noqa: PLC0415 - a supervisor stays small
+            from stepkeeper.cli import status  # noqa: PLC0415 - a supervisor stays small
 
-            if (answered := pending.answers(arguments)) is not None:
+            if (answered := status.answers(arguments)) is not None:
                 return answered
         print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return int(error.code)
@@ -88,3 +89,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+# `stepkeeper completion bash`, `stepkeeper man`: completion and the manual page, made from the parser itself.
+
+COLUMNS = "80"  # of the usage lines, which argparse breaks for the terminal at hand
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare both commands."""
+    command = subcommands.add_parser(
+        "completion",
+        help="print completion for a shell",
+        description="Print completion of commands and options.  For bash: "
+        "stepkeeper completion bash > ~/.local/share/bash-completion/completions/stepkeeper",
+        allow_abbrev=False,
+    )
+    command.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
+    command.set_defaults(execute=complete)
+    command = subcommands.add_parser(
+        "man",
+        help="print the manual page",
+        description="Print the manual page.  To install it: "
+        "stepkeeper man > ~/.local/share/man/man1/stepkeeper.1.  Needs the extra `man`.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(execute=print_manual)
+
+
+@printing.reading
+def complete(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab  # noqa: PLC0415 - no other command needs it
+
+    sys.stdout.write(shtab.complete(parser(), shell=arguments.shell))
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def print_manual(_arguments: argparse.Namespace) -> int:
+    """Print the page in the language of man."""
+    try:
+        from argparse_manpage.manpage import Manpage  # noqa: PLC0415 - for those who have it
+    except ImportError as error:
+        raise StepkeeperError(
+            "the manual page is made by a library that is not installed: pip install 'stepkeeper[man]'", ExitCode.USAGE
+        ) from error
+    os.environ["COLUMNS"] = COLUMNS
+    sys.stdout.write(str(Manpage(parser(), format="pretty")))
+    return ExitCode.FINISHED

@@ -17,6 +17,7 @@ import structlog
 
 from stepkeeper import __version__
 from stepkeeper.cli import attempt, dry_run, printing
+from stepkeeper.cli.arguments import add_cmd, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin, Sources
 from stepkeeper.core import events as on
@@ -67,7 +68,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--dry-run", action="store_true", help="show what would be started, also outside a job; start nothing"
     )
     command.add_argument("--json", action="store_true", help="with --print-config or --dry-run: one JSON document")
-    command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
+    add_cmd(command)
     command.set_defaults(execute=execute)
 
 
@@ -100,7 +101,7 @@ def _let_end(code: int) -> None:
 
 def _supervise(arguments: argparse.Namespace) -> int:
     environment = dict(os.environ)
-    command = _command(arguments.cmd)
+    command = read_cmd(arguments.cmd, "run")
     client: SlurmCommands = SlurmCommands()
     batch = is_batch_process(environment)
     config, directory = _configure(arguments, environment)
@@ -285,17 +286,6 @@ def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.D
         log.warning("no_way_to_resume", why=doubts.no_way)
 
 
-def _command(words: list[str]) -> tuple[str, ...]:
-    command = words[1:] if words[:1] == ["--"] else words
-    if not command:
-        raise StepkeeperError("no CMD: write `stepkeeper run [options] -- CMD ARGS...`", ExitCode.USAGE)
-    if words[:1] != ["--"] and command[0].startswith("-"):
-        raise StepkeeperError(
-            f"unknown option {command[0]}; CMD comes after `--`; see `stepkeeper run --help`", ExitCode.USAGE
-        )
-    return tuple(command)
-
-
 def _sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Sources:
     return resolve.gather(resolve.read_flags(arguments), environment)
 
@@ -307,7 +297,7 @@ def _show(arguments: argparse.Namespace) -> int:
     sources = _sources(arguments, environment)
     if arguments.print_config:
         return dry_run.show_config(sources, environment, as_json=arguments.json)
-    return dry_run.show(sources, environment, _command(arguments.cmd), as_json=arguments.json)
+    return dry_run.show(sources, environment, read_cmd(arguments.cmd, "run"), as_json=arguments.json)
 
 
 def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[Config, paths.RunDirectory]:

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -153,6 +153,10 @@ bench-gpu: $(if $(GPU_PYTHON),,setup)  ## the tests that need a GPU, then what s
 bench-frameworks: compiled  ## unmodified scripts of four frameworks, alone and under us (docs/frameworks-recovery.md)
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.bench_frameworks $(BENCH)
+
+bench-engines: compiled  ## a save of Hugging Face and of Lightning, by themselves and by our library (docs/frameworks.md)
+	FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
+	FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.bench_engines $(BENCH)
 
 bench-verify: setup  ## deep verification of other frameworks' checkpoints against `cat` (docs/frameworks.md)
 	$(V)/python -m tests.bench_verify $(BENCH)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepkeeper.cli.dev_replay import recorded_policies
+from stepkeeper.cli.dev import recorded_policies
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.run_store import journal

@@ -157,6 +157,7 @@ FIELDS = {
         "moved": st.booleans(),
         "summary": st.just("rank 1 sleeps"),
         "sure_s": st.sampled_from((0.0, 0.0, 60.0, 1e9)),
+        "awaited": st.booleans(),
         "node": st.sampled_from(("", *NODES)),
     },
     on.RolledBack: {**_launch, "directory": _directory, "step": small, "error": st.sampled_from(("", "", "full"))},

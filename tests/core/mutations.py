@@ -260,7 +260,9 @@ MUTATIONS = (
         "promises",
     ),
     # --- launches -----------------------------------------------------------------------------------
-    Mutation("phases.all_ready", mirror, "ready", "a launch waits for every watcher", "fresh_start", "promises"),
+    Mutation(
+        "phases.all_ready", becomes("True"), "return", "a launch waits for every watcher", "fresh_start", "promises"
+    ),
     Mutation(
         "gates.closed_gates",
         drop,

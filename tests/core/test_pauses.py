@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause, Tried
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase, State, Timer
@@ -25,7 +26,7 @@ class Pause(msgspec.Struct, frozen=True):
 
     steps: int
     lasts_s: float
-    how: str  # asleep: until an instant that is known; polls; computes
+    how: str  # asleep: until an instant that is known; polls; computes; only sleeps: asks nobody in between
 
 
 class Played(msgspec.Struct):
@@ -72,6 +73,7 @@ def collected(at: float, pause: Pause, left_s: float) -> on.StacksCollected:
         rank=1,
         node="b",
         sure_s=min(left_s, FOREVER_S) if pause.how == "asleep" else 0.0,
+        awaited=pause.how == "only sleeps",
     )
 
 
@@ -129,3 +131,71 @@ def test_a_rank_that_never_goes_on_ends_the_launch_after_one_look(seconds: float
     assert played.killed_at is not None
     assert played.killed_at - begun <= within_s
     assert played.looks == 1
+
+
+def after_steps(steps: int, seconds: float = 0.2) -> Played:
+    played = training()
+    for number in range(901, 901 + steps):
+        played.step(number, seconds)
+    return played
+
+
+@pytest.mark.parametrize(("seconds", "within_s"), [(0.2, 10.0), (0.5, 10.0), (2.0, 25.0)])
+def test_a_rank_that_only_sleeps_ends_an_even_launch_after_one_look(seconds: float, within_s: float) -> None:
+    played = after_steps(40, seconds)
+    begun = played.at
+
+    played.pause(Pause(0, 1e9, "only sleeps"))
+
+    assert played.killed_at is not None
+    assert played.killed_at - begun <= within_s
+    assert played.looks == 1
+
+
+def test_the_first_steps_of_a_launch_do_not_tell_what_is_unusual() -> None:
+    played = after_steps(30)
+    played.pause(Pause(0, LEAST_S, "only sleeps"))
+    assert played.looks
+    assert played.killed_at is None
+
+
+def test_a_pause_that_was_seen_before_is_not_looked_at() -> None:
+    played = after_steps(40)
+    played.step(941, 12.0)
+    for number in range(942, 990):
+        played.step(number, 0.2)
+    played.pause(Pause(0, 17.0, "only sleeps"))
+    assert not played.looks
+    assert played.killed_at is None
+
+
+def test_who_was_ended_for_it_and_has_not_progressed_since_gets_the_patience_of_before() -> None:
+    """Whoever polls for something at the same step each time is ended once, and not until the run stops."""
+    played = after_steps(40)
+    tried = (Tried(cause=Cause.HANG, place="progress-silence", step=940),)
+    played.state = msgspec.structs.replace(
+        played.state, budgets=msgspec.structs.replace(played.state.budgets, tried=tried)
+    )
+    played.pause(Pause(0, LEAST_S, "only sleeps"))
+    assert played.looks
+    assert played.killed_at is None
+
+
+@pytest.mark.parametrize("saves", [(), (4.0,)], ids=["none is known", "one is known"])
+def test_a_save_in_flight_puts_the_look_off_by_a_save(saves: tuple[float, ...]) -> None:
+    played = after_steps(40)
+    for seconds in saves:
+        committed = on.CheckpointCommitted(
+            at=played.at, launch=0, step=900, save_id="before", directory="step-900", bytes=1, seconds=seconds
+        )
+        played.tell(committed)
+    played.tell(on.SaveBegan(at=played.at, launch=0, save_id="save", step=940))
+    begun = played.at
+
+    played.pause(Pause(0, 9.0 if saves else 100.0, "only sleeps"))
+    assert played.looks == 0
+    assert played.killed_at is None
+    if saves:
+        played.pause(Pause(0, 1e9, "only sleeps"))
+        assert played.killed_at is not None
+        assert played.killed_at - begun <= 15.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator
@@ -62,3 +64,11 @@ def commands(page: Path) -> Iterator[str]:
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if found := COMMAND.match(line.strip()):
                 yield re.split(r"\s+#\s", found["words"], maxsplit=1)[0].strip()
+
+
+def names_in(module: str) -> set[str]:
+    """Return the names of a module of ours; of an engine, which imports its framework, those that its text defines."""
+    if ".engines." not in module:
+        return set(dir(importlib.import_module(module)))
+    tree = ast.parse((ROOT / "trainer" / f"{module.replace('.', '/')}.py").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

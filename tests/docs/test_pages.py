@@ -13,6 +13,7 @@ import stepkeeper_trainer
 from stepkeeper.core import effects, events, reasons
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_store import journal
+from tests.docs.pages import names_in
 from tests.pages import log, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,5 +79,9 @@ def test_the_python_api_has_each_name_of_the_library() -> None:
     named = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     for place in named:
         module, _, name = place.rpartition(".")
+        if ".engines." in module:
+            assert name in names_in(module), place
+            continue
         assert getattr(importlib.import_module(module), name) is getattr(stepkeeper_trainer, name)
-    assert {place.rpartition(".")[2] for place in named} == set(stepkeeper_trainer.__all__) - {"__version__"}
+    of_library = {place.rpartition(".")[2] for place in named if ".engines." not in place}
+    assert of_library == set(stepkeeper_trainer.__all__) - {"__version__"}

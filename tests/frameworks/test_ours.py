@@ -14,7 +14,7 @@ import pytest
 
 import stepkeeper_trainer
 from stepkeeper.cli.main import main
-from stepkeeper_trainer.engines.training import check_options, check_version, refuse
+from stepkeeper_trainer.engines.training import check_doors, check_options, check_version, refuse
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import messages as words
 from stepkeeper_trainer.formats.steps import list_steps
@@ -38,6 +38,7 @@ VARIANTS = [
     ("lightning", "sharded"),
     ("lightning", "accumulating"),
     ("lightning", "evaluating"),
+    ("lightning", "shuffled"),
     ("lightning", "streaming"),
     ("torchtitan", ""),
 ]
@@ -123,6 +124,19 @@ def test_losses_go_on_bit_for_bit_from_each_step(
     assert not Path(f"{tmp_path / 'finished'}.0").exists(), "a finished training took another step"
     assert set(runs.steps("out")) == before
     assert json.loads((tmp_path / "out/outcome.json").read_text())["outcome"] == "finished"
+
+
+@real
+def test_an_epochs_shuffle_is_known_after_a_resume_at_its_start_too(start, tmp_path: Path) -> None:
+    """Each rank's sampler draws the order from the random generators: here of an epoch that a resume begins."""
+    runs = Runs(start("lightning"), "shuffled", tmp_path, steps=17)
+    assert runs.play("out", "whole") == [0, 0], runs.log("whole")
+    whole = runs.losses("whole")
+
+    assert runs.resume("first", "first-losses", runs.steps("out")[10]) == [0, 0], runs.log("first-losses")
+    assert runs.losses("first-losses") == after(10, whole)
+    assert runs.resume("second", "second-losses", runs.steps("first")[15]) == [0, 0], runs.log("second-losses")
+    assert runs.losses("second-losses") == after(15, whole)
 
 
 @real
@@ -214,6 +228,18 @@ def test_another_release_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="no-such-package-here is not installed"):
         check_version(("no-such-package-here",), (1,), (2,))
     check_version(("msgspec",), (0,), (99,))
+
+
+def test_a_framework_without_what_is_needed_of_its_inside_is_refused_by_name() -> None:
+    class Trainer:
+        class Loop:
+            run = print
+
+        loop = Loop()
+
+    check_doors(Trainer(), ["loop.run"])
+    with pytest.raises(UsageError, match=r"a Trainer of tests that has no loop\.skip, other\.run"):
+        check_doors(Trainer(), ["loop.run", "loop.skip", "other.run"])
 
 
 def test_what_the_framework_says_is_not_the_scripts_to_say() -> None:

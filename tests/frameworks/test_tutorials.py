@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
+import stepkeeper_trainer
 from stepkeeper.core import events as on
+from stepkeeper_trainer.formats.steps import newest_verified
 from tests.docs.pages import DOCS, blocks
 from tests.frameworks import environments
 from tests.lab import Lab
@@ -14,10 +20,12 @@ from tests.lab.site import supervisor_python
 from tests.shapes import is_shown
 from tests.training import Training
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slurm]
+pytestmark = pytest.mark.frameworks
 WITHIN_S = 400.0
+LIBRARY = str(Path(stepkeeper_trainer.__file__).parent.parent)
 
 
+@pytest.mark.slurm
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_the_tutorial_as_it_stands(name: str, lab: Lab) -> None:
     """Its two files; an administrator's requeue before the first periodic checkpoint; and what `status` shows."""
@@ -61,3 +69,42 @@ def test_the_tutorial_as_it_stands(name: str, lab: Lab) -> None:
     assert saved.step < 500, training.story()
     assert saved.directory in said
     lab.cancel(training.job_id)
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_the_scripts_end_as_it_is_where_our_library_saves(name: str, tmp_path: Path) -> None:
+    """The page's further lines, in its script: on one rank, twice, the second time for two steps more."""
+    python, why = environments.python(name)
+    if python is None:
+        pytest.skip(why)
+    script, lines = (each.body for each in blocks(DOCS / f"tutorials/{name}.md") if each.kind == "python")
+    if name == "huggingface":
+        script = script[: script.index("trainer.train(")] + lines
+    else:
+        script = script.replace("trainer = lightning", f"{lines}\ntrainer = lightning")
+        for before, after in (
+            (r"callbacks=\[ModelCheckpoint.*?\],\n", "callbacks=callbacks,\n"),
+            (r"plugins=.*?\n", "\n"),
+            ("num_nodes=2", "num_nodes=1"),
+            ("max_steps=2000", 'max_steps=int(__import__("os").environ["TEST_STEPS"])'),
+        ):
+            script, count = re.subn(before, after, script)
+            assert count == 1, before
+    (tmp_path / "train.py").write_text(script)
+    run_dir = tmp_path / "run"
+    for steps in (4, 6):
+        words = ["--output_dir", "outputs", "--max_steps", str(steps), "--save_steps", "2", "--use_cpu", "True"]
+        done = subprocess.run(
+            [python, "train.py", *(words if name == "huggingface" else ())],
+            check=False, capture_output=True, text=True, cwd=tmp_path, timeout=WITHIN_S,
+            env={**os.environ, "PYTHONPATH": LIBRARY, "TEST_STEPS": str(steps),
+                 "STEPKEEPER_RUN_DIR": str(run_dir), "STEPKEEPER_RESUME_FROM": "latest", "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        chosen = newest_verified(run_dir / "checkpoints").chosen
+        assert chosen is not None
+        assert chosen.step == steps, done.stderr
+
+    with (run_dir / "metrics.csv").open() as rows:
+        assert [int(row["step"]) for row in csv.DictReader(rows)] == [1, 2, 3, 4, 5, 6]
+    assert not list(tmp_path.glob("outputs/checkpoint-*"))

@@ -40,7 +40,7 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper/cli/explain.py": "a log that a person names",
     "stepkeeper/cli/xid.py": "a log that a person names",
     "stepkeeper/cli/node.py": "our own resources",
-    "stepkeeper/cli/resume.py": "the user's own batch script",
+    "stepkeeper/cli/submit.py": "the user's own batch script",
     "stepkeeper/run_analytics/report/page.py": "our own resources",
     "stepkeeper/diagnosis/rules.py": "our own resources",
 }

@@ -343,8 +343,8 @@ def test_the_command_gives_up_when_its_own_checks_do_not_end() -> None:
     script = (
         "import threading\n"
         "from stepkeeper.node_agent import checks\n"
-        "from stepkeeper.cli import node_check\n"
-        "node_check.OWN_S = 0.2\n"
+        "from stepkeeper.cli import node\n"
+        "node.OWN_S = 0.2\n"
         "checks.run_checks = lambda *_: threading.Event().wait()\n"
         "from stepkeeper.cli.main import main\n"
         "main(['node', 'check', '--timeout-s', '0.1'])\n"

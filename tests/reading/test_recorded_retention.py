@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.cli.checkpoints_upkeep import words
+from stepkeeper.cli.checkpoints import rules_in_words
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.store.retention import Policy, parse_policy
@@ -119,8 +119,8 @@ def test_rules_are_said_as_a_script_says_them(text: str) -> None:
     policy = parse_policy(text, total_steps=100)
     assert policy is not None
 
-    assert words(policy) == text
-    assert parse_policy(words(Policy())) == Policy()
+    assert rules_in_words(policy) == text
+    assert parse_policy(rules_in_words(Policy())) == Policy()
 
 
 def test_tiers_shows_the_places_that_only_the_script_names(command: Command, run: RunDirectory, tmp_path: Path) -> None:

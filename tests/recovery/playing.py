@@ -100,6 +100,13 @@ def hang(spot: Spot, _: int) -> float:
     return float(hung.read_text())
 
 
+def stop(spot: Spot, _: int) -> float:
+    """SIGSTOP to rank 1."""
+    at = time.time()
+    os.kill(int((spot.directory / "rank-1.pid").read_text()), signal.SIGSTOP)
+    return at
+
+
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
@@ -107,6 +114,7 @@ FAULTS: dict[str, Fault] = {
         Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node),
         Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
         Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
+        Fault(name="stopped", what="SIGSTOP to a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=stop),
     )
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.cli.dev_replay import recorded_policies
+from stepkeeper.cli.dev import recorded_policies
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice

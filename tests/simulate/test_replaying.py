@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli.dev_replay import recorded_policies
+from stepkeeper.cli.dev import recorded_policies
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase

@@ -99,6 +99,7 @@ class Job(Training):
     evaluates_at: int = EVALUATES_AT
     attach: str = "auto"
     arguments: tuple[str, ...] = ()  # further ones of the script
+    change: tuple[str, str] = ("", "")  # a part of the script, and what stands in its place
     submitter: Callable[[Job], int] | None = None  # in place of the batch script, where it is alone
 
     @property
@@ -115,7 +116,9 @@ class Job(Training):
         self.user = "root"
         self.work.mkdir(exist_ok=True)
         script = self.work / self.kind.name
-        shutil.copyfile(SCRIPTS / self.kind.name, script)
+        text, (before, after) = (SCRIPTS / self.kind.name).read_text(), self.change
+        assert not before or text.count(before) == 1, before
+        script.write_text(text.replace(before, after) if before else text)
         self.command = (
             tuple(
                 self.kind.command(
@@ -309,9 +312,9 @@ def another_file_system() -> Iterator[dict[str, str]]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def whole(lab: Lab, kind: Script, name: str = "whole") -> dict[int, str]:
+def whole(lab: Lab, kind: Script, name: str = "whole", *, evaluates_at: int = EVALUATES_AT) -> dict[int, str]:
     """Return the losses of a run that nothing befalls, without Stepkeeper."""
-    job = Job(lab, name=f"{kind.framework}-{name}", kind=kind, alone=True).begin()
+    job = Job(lab, name=f"{kind.framework}-{name}", kind=kind, alone=True, evaluates_at=evaluates_at).begin()
     job.wait_end(ACT_S)
     assert lab.job(job.job_id).state == "COMPLETED", job.story()
     assert set(job.losses()) == set(range(1, STEPS + 1)), job.story()

@@ -8,11 +8,14 @@ import gc
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+
+import torch
 
 from stepkeeper_trainer.examples import train_lm
 
@@ -41,10 +44,45 @@ def lock() -> None:
 
 
 def poll() -> None:
-    """A file is waited for."""
+    """A file is waited for, which another process writes."""
+    file = f"/tmp/{os.getpid()}.ready"
+    program = f"import pathlib, time; time.sleep(18); pathlib.Path({file!r}).touch()"
+    with subprocess.Popen([sys.executable, "-c", program]):
+        while not os.path.exists(file):
+            time.sleep(1)
+    os.unlink(file)
+
+
+def fetch() -> None:
+    """A service is asked until it answers."""
     until = time.monotonic() + 18
     while time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", 9), timeout=1).close()
+        except OSError:
+            time.sleep(1)
+
+
+def child() -> None:
+    """A process of one's own is waited for, which waits itself."""
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(18)"])
+    while started.poll() is None:
         time.sleep(1)
+
+
+def load() -> None:
+    """The storage of the data loader's workers does not answer for a while."""
+    loader = torch.utils.data.DataLoader(_Slow(), num_workers=1)
+    next(iter(loader))
+
+
+class _Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(18)
+        return index
 
 
 def evaluate() -> None:
@@ -80,7 +118,8 @@ def compile_() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-PAUSES = {each.__name__.strip("_"): each for each in (sleep, stop, lock, poll, evaluate, collect, write, compile_)}
+PAUSING = (sleep, stop, lock, poll, fetch, child, load, evaluate, collect, write, compile_)
+PAUSES = {each.__name__.strip("_"): each for each in PAUSING}
 
 
 def main() -> None:

@@ -37,15 +37,30 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
     assert_complete(training, reference)
 
 
-@pytest.mark.parametrize("pause", ["sleep", "stop", "lock", "poll", "evaluate", "collect", "write", "compile"])
+@pytest.mark.parametrize("seconds", [0.2, 2.0])
+def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(lab: Lab, seconds: float) -> None:
+    training = failing(lab, "hang", step=45 if seconds > 1 else 200, step_seconds=seconds, steps=240, run_args=PATIENT)
+    training.wait_end()
+
+    *_, seen = [record.event for record in training.events(on.StacksCollected)]
+    assert (seen.awaited, seen.rank) == (True, 1), training.story()
+    assert "rank 1 is in waiting_for_data (failing.py:" in seen.summary
+    (said,) = [record.event for record in training.events(on.Judged)]
+    assert (said.cause, said.rank) == (Cause.HANG, 1), training.story()
+
+
+@pytest.mark.parametrize(
+    "pause",
+    ["sleep", "stop", "lock", "poll", "fetch", "child", "load", "evaluate", "collect", "write", "compile"],
+)
 def test_a_rank_that_pauses_is_never_ended(lab: Lab, pause: str) -> None:
     """The first such pause of an even run, which is looked at."""
-    training = Training(lab, name=f"pause-{pause}")
+    training = Training(lab, name=f"pause-{pause}", steps=95)  # long enough to know what is usual
     script = training.work / SCRIPT.name
     shutil.copyfile(SCRIPT, script)
     script.chmod(0o644)
     training.command = (
-        str(training.python), str(script), pause, "38", f"--steps={training.steps}", "--seed=7",
+        str(training.python), str(script), pause, "90", f"--steps={training.steps}", "--seed=7",
         f"--checkpoint-every-steps={training.every}", "--step-seconds-min=0.5", *SMALL,
     )  # fmt: skip
     training.submit()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import stepkeeper_trainer
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from tests.frameworks import environments
@@ -92,6 +94,36 @@ def test_a_script_runs_into_its_time_limit_and_loses_no_step(lab: Lab, kind: Scr
     assert len(job.segments()) >= 2, job.story()
     steps = [step for segment in job.segments() for step in segment.steps]
     assert steps == list(range(1, 21)), f"a step was lost or done twice\n{job.story()}"
+
+
+def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> None:
+    """Preempted in training, then out of time: it has the losses of the script as it was, and does no step twice."""
+    kind = jobs.HUGGINGFACE
+    require(kind)
+    expected = jobs.whole(lab, kind, "as-it-was", evaluates_at=1000)
+    ours = "from stepkeeper_trainer.engines.huggingface import save_with_stepkeeper\nsave_with_stepkeeper(trainer)\n"
+    job = Job(
+        lab, name="huggingface-ours", kind=kind, attach="off", step_s=2.2, evaluates_at=1000,
+        change=("trainer.train(", f"{ours}trainer.train("), sbatch_args=("--time=1", "--signal=B:USR2@1"),
+    ).begin(PYTHONPATH=str(Path(stepkeeper_trainer.__file__).parent.parent))  # fmt: skip
+    job.until_step(2)
+    acts.preempt(job)
+    job.wait_attempt(1)
+    release_urgent_jobs(lab)
+    job.wait_end(300.0)
+
+    assert lab.job(job.job_id).state == "COMPLETED", job.story()
+    assert job.exits()[-1] == ExitCode.FINISHED, job.story()
+    segments = job.segments()
+    assert len(segments) >= 3, job.story()
+    assert [step for each in segments for step in each.steps] == list(range(1, jobs.STEPS + 1)), job.story()
+    saved = [each.event for each in job.events(on.CheckpointCommitted)]
+    asked = {each.step for each in saved if isinstance(each, on.CheckpointCommitted) and each.emergency}
+    assert {each.steps[-1] for each in segments[:-1]} <= asked | set(range(0, jobs.STEPS, jobs.SAVES_EVERY)), (
+        job.story()
+    )
+    assert job.losses() == expected, job.story()
+    assert not list(job.out.glob("checkpoint-*")), job.story()
 
 
 def test_repaired_pointers_have_a_script_resume_that_knows_no_stepkeeper(lab: Lab) -> None:

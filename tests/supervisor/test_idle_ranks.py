@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +16,12 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.diagnosis import collectives
 from stepkeeper.loop_tools import Clock
-from stepkeeper.supervisor.actions.stack_collector import StackCollector, find_sure_s
+from stepkeeper.supervisor.actions.stack_collector import StackCollector, find_sure_s, is_awaited
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.kernel import FOREVER_S, Life, Wait, of_life, rests, sure_s, wait_of
+from stepkeeper.watcher.kernel import FOREVER_S, Life, Wait, family_rests, of_family, of_life, rests, sure_s, wait_of
+from stepkeeper.watcher.stacks import only_sleeps
+from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats.collectives import Place
 
 WITHIN_S = 60.0
@@ -206,3 +210,150 @@ def test_a_rank_whose_gpu_waits_for_the_sleeping_one_waits():
 
     assert find_sure_s([stood(0), asleep(1)], standstills) == 3000.0
     assert find_sure_s([asleep(0), stood(1)], standstills) == 0.0, "the other way round"
+
+
+def test_ranks_that_are_all_stopped_are_stopped_by_who_goes_on_with_all():
+    assert find_sure_s([stopped(0), stopped(1)]) == 0.0
+
+
+def sleeping(rank: int, *, moved: bool = False) -> lines.Stood:
+    return lines.Stood(node="a", number=0, rank=rank, where="is in load (a.py:1)", idle=True, sleeps=True, moved=moved)
+
+
+def test_a_rank_that_only_sleeps_is_awaited_where_all_others_wait():
+    assert is_awaited([in_collective(0), sleeping(1), in_collective(2)])
+
+
+@pytest.mark.parametrize(
+    "stood_all",
+    [
+        [stood(0), sleeping(1)],
+        [stood(0, idle=True), sleeping(1)],
+        [in_collective(0), stood(2), sleeping(1)],
+        [sleeping(1)],
+        [sleeping(0), sleeping(1)],
+        [in_collective(0), sleeping(1), sleeping(2)],
+        [in_collective(0), sleeping(1, moved=True)],
+        [in_collective(0), asleep(1)],
+        [in_collective(0), in_collective(1)],
+    ],
+    ids=[
+        "another computes", "another rests elsewhere", "one of two computes", "alone", "all of them", "two of them",
+        "it moved", "until an instant that is known", "all wait",
+    ],
+)  # fmt: skip
+def test_a_rank_that_only_sleeps_says_nothing_where_somebody_else_may_be_at_work(stood_all):
+    assert not is_awaited(stood_all)
+
+
+def test_the_flight_recorders_have_to_name_the_same_rank():
+    waits = Place(group="0", members="0-2", last=9, at=9, op="all_reduce")
+    late = Place(group="0", members="0-2", last=8)
+    stood_all = [in_collective(0), sleeping(1), in_collective(2)]
+
+    assert is_awaited(stood_all, collectives.compare({0: (waits,), 1: (late,), 2: (waits,)}, (0, 1, 2)))
+    assert not is_awaited(stood_all, collectives.compare({0: (waits,), 1: (waits,), 2: (late,)}, (0, 1, 2)))
+    assert not is_awaited(stood_all, collectives.compare({0: (waits,), 1: (late,), 2: (late,)}, (0, 1, 2)))
+
+
+def calls_of(pid: int) -> tuple[str, ...]:
+    calls = calls_made(pid, 1.0)
+    if calls is None:
+        pytest.skip("processes may not be traced here")
+    assert "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text(), "it is held still"
+    return calls
+
+
+@pytest.mark.parametrize("process", ["print(flush=True)\nwhile True: time.sleep(0.1)"], indirect=True, ids=["sleeps"])
+def test_a_process_that_only_sleeps_asks_the_kernel_for_nothing_else(process):
+    wait_known(process)
+    assert only_sleeps(calls_of(process))
+
+
+CONNECTS = """
+import socket
+while True:
+    try: socket.create_connection(("127.0.0.1", 9))
+    except OSError: time.sleep(0.1)
+"""
+STARTS = "import subprocess; child = subprocess.Popen(['sleep', '20'], stdout=subprocess.DEVNULL)"
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        "print(flush=True)\nwhile not os.path.exists('/nowhere'): time.sleep(0.1)",
+        f"print(flush=True)\n{CONNECTS}",
+        f"{STARTS}\nprint(flush=True)\nwhile child.poll() is None: time.sleep(0.1)",
+        "print(flush=True)\nwhile True: pass",
+        "print(flush=True)\ntime.sleep(600)",
+        "print(flush=True)\nwhile True: time.sleep(30)",
+        "import threading\nopened = threading.Event()\nprint(flush=True)\nwhile not opened.wait(0.1): pass",
+    ],
+    indirect=True,
+    ids=["a file", "a service", "a process", "computes", "one sleep", "long sleeps", "a thread"],
+)
+def test_a_process_that_waits_for_something_does_more_than_sleep(process):
+    for _ in range(3):
+        assert not only_sleeps(calls_of(process))
+
+
+def test_a_process_that_is_stopped_is_let_go_as_it_was():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        assert calls_made(process.pid, 0.5) is None
+        assert wait_of(process.pid) == Wait("stopped")
+        process.send_signal(signal.SIGCONT)
+        limit = time.monotonic() + WITHIN_S
+        while wait_of(process.pid) == Wait("stopped"):
+            assert time.monotonic() < limit, "it is stopped still"
+        process.kill()
+    assert calls_made(process.pid, 0.1) is None, "it is gone"
+
+
+def test_a_signal_reaches_a_process_that_is_traced():
+    handles = "signal.signal(signal.SIGUSR1, lambda *_: print('handled', flush=True))"
+    program = f"import signal, time\n{handles}\nprint(flush=True)\nwhile True: time.sleep(0.1)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        kills = threading.Timer(0.3, process.send_signal, (signal.SIGUSR1,))
+        kills.start()
+        calls = calls_of(process.pid)
+        kills.join(WITHIN_S)
+        assert process.stdout.readline() == b"handled\n"
+        assert not only_sleeps(calls)
+        process.kill()
+
+
+FAMILY = "import subprocess, threading\n{}\nprint(flush=True)\nwhile True: time.sleep(0.1)"
+CHILD = "subprocess.Popen([sys.executable, '-c', {!r}], stdout=subprocess.DEVNULL)"
+ORPHAN = "import os, time\nparent = os.getppid()\nwhile os.getppid() == parent: {}"
+
+
+def rests_for(pid: int, seconds: float) -> bool:
+    before = of_family(pid)
+    time.sleep(seconds)
+    return family_rests(before, of_family(pid), seconds)
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        FAMILY.format(CHILD.format(ORPHAN.format("pass"))),
+        FAMILY.format("import socket\npair = socket.socketpair()\n"
+                      "threading.Thread(target=pair[0].recv, args=(1,), daemon=True).start()"),
+    ],
+    indirect=True,
+    ids=["a child computes", "a thread reads from a socket"],
+)  # fmt: skip
+def test_a_process_whose_children_or_threads_are_at_work_does_not_rest(process):
+    for _ in range(3):
+        assert not rests_for(process, 1.0)
+
+
+@pytest.mark.parametrize("process", [FAMILY.format(CHILD.format(ORPHAN.format("time.sleep(1)")))], indirect=True)
+def test_a_process_whose_children_sleep_too_rests(process):
+    limit = time.monotonic() + WITHIN_S
+    while not rests_for(process, 1.0):  # at first it may still start
+        assert time.monotonic() < limit

@@ -252,6 +252,9 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
 
         repair = note_launch
 
+        def convert(self, name: str | None, *_: object) -> str | None:
+            return name
+
         def end(self, code: int, *, resumed_from: str | None) -> End:
             raise ValueError(f"{code}, {resumed_from}: nobody has foreseen this checkpoint")
 
@@ -267,6 +270,27 @@ def test_a_launch_ends_though_its_frameworks_checkpoints_and_old_logs_cannot_be_
     assert {type(each) for each in found} == {on.PartFailed, on.LaunchEnded}
     assert [(each.code, each.finished) for each in found if isinstance(each, on.LaunchEnded)] == [(1, False)]
     assert [part for part, _ in reported] == [Part.FRAMEWORK], "one line, however often"
+
+
+def test_a_launch_ends_whose_checkpoint_cannot_be_prepared(tmp_path: Path, reported: Reported) -> None:
+    class Foreign:
+        def note_launch(self, *_: object) -> None:
+            """Nothing is noted."""
+
+        def convert(self, *_: object) -> str:
+            raise ValueError("nobody has foreseen this checkpoint")
+
+    inbox = Inbox(Clock(), lambda part, _, trace: reported.append((part, trace)))
+    job = make(tmp_path, SizedJournal(), command=("srun", "true")).setting.job
+    meeting = launch.Meeting(launch=0, nodes=NODES, address="a", port=1, resume_from="/x/step-5")
+    launch.Launch(job, meeting, {"PATH": str(tmp_path)}, inbox=inbox, foreign=Foreign())  # type: ignore[arg-type]
+
+    (ended,) = [each for each in events(inbox, 2) if isinstance(each, on.LaunchEnded)]
+
+    assert ended.code == 1
+    assert "could not be prepared" in ended.error
+    assert "nobody has foreseen this checkpoint" in ended.error
+    assert [part for part, _ in reported] == [Part.FRAMEWORK]
 
 
 # --- a message that is too long -------------------------------------------------------------------

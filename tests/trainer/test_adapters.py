@@ -220,6 +220,9 @@ def test_a_validation_of_torchtitan_is_no_silence(attachment: Attachment, monkey
 
         _should_save = save
 
+        def _should_purge(self) -> bool:
+            return False
+
     class Validator:
         def post_dataloading_process(self, batch: int) -> int:
             return batch
@@ -231,6 +234,23 @@ def test_a_validation_of_torchtitan_is_no_silence(attachment: Attachment, monkey
     assert [Validator().post_dataloading_process(batch) for batch in range(3)] == [0, 1, 2]
 
     assert said == [1, 1, 1]
+
+
+def test_a_torchtitan_without_the_rules_that_are_wrapped_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = adapter("torchtitan", monkeypatch)
+
+    class Manager:
+        def save(self, *_: object) -> bool:
+            return False
+
+        _should_save = save
+
+    save = Manager.save
+    with pytest.raises(AttributeError, match="_should_purge"):  # which `hook` reports as `not attached`
+        module.install(SimpleNamespace(CheckpointManager=Manager))
+
+    assert Manager.save is save
+    assert Manager._should_save is save
 
 
 class FakeAccelerator:

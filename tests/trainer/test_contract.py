@@ -1,4 +1,4 @@
-"""Torch's private names that the trainer library uses: all of them, what each is for, and what to do without it.
+"""Private names of torch and of frameworks that the trainer library uses: what each is for, what to do without it.
 
 How they behave is pinned by `test_serialise.test_the_private_names_of_torch_are_what_we_take_them_for`.
 """
@@ -127,6 +127,38 @@ PRIVATE = [
 ]
 
 
+OF_FRAMEWORKS = {
+    "transformers": {
+        "_init_training_state": "where _inner_training_loop learns from which epoch and batch it goes on",
+        "_prepare_for_training": "where _inner_training_loop gets the wrapped model, the optimizer and the schedule",
+        "_run_epoch": "the loop over the batches of an epoch, which skips those that a resume has behind it",
+        "_load_rng_state": "what it calls where the generators are to be as in the checkpoint",
+        "_save_checkpoint": "what it saves by where its callbacks say so",
+        "_evaluate": "what it evaluates by there",
+        "_load_callback_state": "for each callback with a `state`: from trainer.state.stateful_callbacks",
+        "_tr_loss": "the sum of losses since the last log",
+        "_total_loss_scalar": "the sum of those that were logged",
+        "_globalstep_last_logged": "the step of the last log",
+        "_initial_global_step": "the step that the mean loss at the end is counted from",
+    },
+    "lightning": {
+        "_checkpoint_connector": "the object of the Trainer that has restore_training_state and restore_loops",
+        "_loaded_checkpoint": "what its restore_loops and restore_callbacks read",
+        "_data_fetcher": "what the fit loop runs its epoch loop with",
+        "_load_combined_loader_states": "what the fit loop calls right before it first makes an iterator over the data",
+    },
+    "torchtitan": {
+        "_should_save": "its own rule, which save() asks",
+        "_should_purge": "its own rule, which it asks before it removes old steps",
+    },
+}
+"""Private names of frameworks, and what to do when one is gone.
+
+An engine asks for those that it uses before it begins, and refuses a framework that has not all of them.  The tests
+in tests/frameworks run with the real ones.
+"""
+
+
 @pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
 def test_a_private_name_is_where_it_was(private: Private) -> None:
     module, _, path = private.name.partition(":")
@@ -155,10 +187,27 @@ def test_no_other_private_name_of_torchs_is_used() -> None:
     listed = {private.name.replace(":", ".").split(".")[-1] for private in PRIVATE}
     listed = {name for name in listed if name.startswith("_")}
     listed |= {"torch.distributed.tensor._utils", "_utils", "torch._C"}
-    listed |= {"_save_checkpoint"}  # of transformers' Trainer: tests/frameworks/test_attach.py saves by it
+    listed |= {name for names in OF_FRAMEWORKS.values() for name in names} - _own()  # some of ours are called as theirs
 
     assert used - listed == set(), "add it to PRIVATE, with what to do when it is gone"
     assert listed - used == set(), "used no more: take it off PRIVATE"
+
+
+def test_an_engine_asks_for_each_private_name_of_its_framework_before_it_begins() -> None:
+    for name, known in (("huggingface", OF_FRAMEWORKS["transformers"]), ("lightning", OF_FRAMEWORKS["lightning"])):
+        path = PACKAGE / "engines" / f"{name}.py"
+        tree = ast.parse(path.read_text())
+        asked = {
+            word for node in ast.walk(tree) if isinstance(node, ast.Constant) for word in str(node.value).split(".")
+        }
+        theirs = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        }
+        assert theirs == known.keys(), f"{path.name}: say in OF_FRAMEWORKS what each is"
+        assert theirs <= asked, f"{path.name}: add it to DOORS"
 
 
 def _private_names(path: Path) -> Iterator[str]:
@@ -187,7 +236,8 @@ def _own() -> set[str]:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     _OWN.add(node.name)
                 elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    _OWN.add(node.attr)
+                    if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                        _OWN.add(node.attr)
                 elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     _OWN.add(node.id)
     return _OWN

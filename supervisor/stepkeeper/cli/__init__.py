@@ -1,4 +1,4 @@
-"""The command line: one module a command or two, each thin: arguments in, a call, words out.
+"""The command line: one module a command, or a few of one idea, each thin: arguments in, a call, words out.
 
 A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which
 returns the exit code.  A module is loaded when its command is called: the supervisor's memory does not hold the others.
@@ -13,10 +13,10 @@ from typing import Any, Protocol, cast
 COMMANDS = (
     "run",
     "submit",
+    "resume",
     "status",
     "save",
     "stop",
-    "resume",
     "events",
     "logs",
     "report",
@@ -33,7 +33,14 @@ COMMANDS = (
 )
 
 
-MODULES = {"save": "requests", "stop": "requests"}  # of commands whose module has another name
+MODULES = {  # of commands whose module has another name
+    "save": "requests",
+    "stop": "requests",
+    "resume": "submit",
+    "selftest": "doctor",
+    "completion": "main",
+    "man": "main",
+}
 
 
 class Command(Protocol):

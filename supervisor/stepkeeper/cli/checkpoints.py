@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import time
 from pathlib import Path
@@ -15,11 +14,10 @@ import msgspec
 from stepkeeper.cli import (
     checkpoints_export,
     checkpoints_foreign,
-    checkpoints_repair,
     checkpoints_tiers,
-    checkpoints_upkeep,
     printing,
 )
+from stepkeeper.cli.arguments import above_zero, size, whole
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import history, reading
@@ -28,16 +26,14 @@ from stepkeeper.run_analytics.timeline import condition, judged
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
-from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats import records, steps
 from stepkeeper_trainer.formats import verify as verifying
 from stepkeeper_trainer.formats.manifest import LEFT_OUT
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import Cache
-from stepkeeper_trainer.store import space
+from stepkeeper_trainer.store import retention, space
 
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _OF_RUNS = ("checkpoints", lineages.LINEAGE_NAME)  # what a run directory holds, or its checkpoints/
-NONE_FOUND = 1  # of `latest`: a contract that scripts rely on
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +42,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "checkpoints",
         help="list, verify, choose, repair, keep and prune step directories",
         description="List, verify, choose, repair, keep and prune step directories.  Their bytes are never changed.",
-        allow_abbrev=False,
     )
     below = group.add_subparsers(
         dest="checkpoints_command",
@@ -55,26 +50,20 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         parser_class=type(group),
         title="commands",
     )
-    listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
+    listing = below.add_parser("ls", help="list the step directories, newest first")
     listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
     listing.add_argument(
         "-v", "--verbose", action="store_true", help="also say which numbers of ranks can resume from each"
     )
     listing.set_defaults(execute=list_steps)
-    verify = below.add_parser(
-        "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False
-    )
+    verify = below.add_parser("verify", help="compare every byte of a step directory with its manifest")
     verify.add_argument("where", metavar="STEPDIR", help="a step directory")
     verify.set_defaults(execute=verify_step)
-    latest = below.add_parser(
-        "latest",
-        help="print the newest verified step directory; exit code 1 if there is none",
-        allow_abbrev=False,
-    )
+    latest = below.add_parser("latest", help="print the newest verified step directory; exit code 1 if there is none")
     latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
     latest.set_defaults(execute=print_latest)
     verify.add_argument("--cached", action="store_true", help="do not read again what was right and is unchanged since")
-    repair = checkpoints_repair.add(below)
+    repair = checkpoints_foreign.add_repair(below)
     for command in (verify, latest):
         command.add_argument(
             "--shallow", action="store_true", help="compare names and sizes, and that every tensor is there, only"
@@ -82,17 +71,18 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     for command in (latest, repair):
         command.add_argument("--no-cache", action="store_true", help="read also what was right and is unchanged since")
     for command in (verify, latest, repair):
+        command.add_argument("--threads", type=whole, metavar="N", help="readers (default: by the cores)")
         command.add_argument(
-            "--threads", type=checkpoints_upkeep.positive, metavar="N", help="readers (default: by the cores)"
-        )
-        command.add_argument(
-            "--max-rate", type=_rate, metavar="BYTES/S", help="read no faster than this; k, M, G and T are units"
+            "--max-rate",
+            type=size,
+            metavar="BYTES/S",
+            help="read no faster than this; k, M, G and T are units",
         )
         command.add_argument(
             "--from-disk", action="store_true", help="read past the page cache: what the disk has, not the memory"
         )
     for command in (listing, verify, latest, repair):
-        checkpoints_foreign.add(command)
+        checkpoints_foreign.add_options(command)
         command.add_argument("--json", action="store_true", help="one JSON document")
     _add_keeping(below)
     checkpoints_export.add(below)
@@ -100,33 +90,23 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _add_keeping(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    checkpoints_upkeep.add_prune(below)
+    add_prune(below)
     for name, value, words in (("pin", True, "never prune a step directory"), ("unpin", False, "take back a pin")):
-        pin = below.add_parser(name, help=words, allow_abbrev=False)
+        pin = below.add_parser(name, help=words)
         pin.add_argument("where", metavar="STEPDIR", help="a step directory")
         pin.set_defaults(execute=pin_step, pinned=value)
     test = below.add_parser(
         "test-storage",
         help="write, sync, rename and read back bytes that nobody needs",
         description="Save synthetic bytes as a checkpoint is saved, read them back from the disk, and compare.",
-        allow_abbrev=False,
     )
     test.add_argument("where", metavar="DIR|RUN", help="any directory, or a run")
-    test.add_argument("--bytes", type=_rate, default=space.TEST_BYTES, metavar="N", help="k, M, G and T are units")
-    test.add_argument("--within", type=_rate, default=space.TEST_WITHIN_S, metavar="S", help="time limit in seconds")
+    test.add_argument("--bytes", type=size, default=space.TEST_BYTES, metavar="N", help="k, M, G and T are units")
+    test.add_argument(
+        "--within", type=above_zero, default=space.TEST_WITHIN_S, metavar="S", help="time limit in seconds"
+    )
     test.add_argument("--json", action="store_true", help="one JSON document")
     test.set_defaults(execute=try_storage)
-
-
-def _rate(text: str) -> float:
-    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    try:
-        rate = float(number) * unit
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, such as 500M")
-    return rate
 
 
 def _reading(arguments: argparse.Namespace) -> Reading:
@@ -203,19 +183,15 @@ def _show(rows: list[dict[str, Any]]) -> None:
             (
                 row["directory"],
                 str(row["step"]),
-                _or_dash(row["tokens"]),
+                printing.or_dash(row["tokens"]),
                 printing.size(row["bytes"]) if row["bytes"] is not None else "-",
-                _or_dash(row["created_at"])[:40],
-                _or_dash(row["world_size"]),
+                printing.or_dash(row["created_at"])[:40],
+                printing.or_dash(row["world_size"]),
                 loss,
                 _state(row),
             )
         )
     printing.say_table(table, right=frozenset({1, 2, 3, 5, 6}))
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -311,7 +287,7 @@ def print_latest(arguments: argparse.Namespace) -> int:
         printing.warn(suspicion)
     if choice.chosen is None:
         printing.warn(f"{checkpoints}: no verified step directory")
-        return NONE_FOUND
+        return checkpoints_foreign.NONE_FOUND
     return ExitCode.FINISHED
 
 
@@ -348,3 +324,133 @@ def try_storage(arguments: argparse.Namespace) -> int:
             f"read back in {printing.duration(found.read_s or 0)} ({where}), and equal"
         )
     return ExitCode.FINISHED if found.problem is None else ExitCode.STORAGE
+
+
+# `prune`: the rules, and what they remove.
+
+
+def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    prune = below.add_parser(
+        "prune",
+        help="remove step directories that no rule wants to keep",
+        description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
+        "removed; nothing is removed while the newest one is not verified.  Without a rule here, those count that the "
+        "run's newest launch goes by.",
+    )
+    prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
+    prune.add_argument(
+        "--keep-last",
+        type=whole,
+        metavar="K",
+        help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
+    )
+    prune.add_argument("--every", type=whole, metavar="M", help="keep a milestone of every M steps")
+    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
+    prune.add_argument("--total-steps", type=whole, metavar="N", help="of the whole work, for --every-percent")
+    prune.add_argument("--best", type=whole, default=0, metavar="N", help="keep the N best")
+    prune.add_argument("--best-by", default="loss", metavar="NAME", help="what the best are chosen by (default: loss)")
+    prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
+    prune.add_argument("--json", action="store_true", help="one JSON document")
+    prune.set_defaults(execute=prune_steps)
+
+
+@printing.reading
+def prune_steps(arguments: argparse.Namespace) -> int:
+    """Apply a retention policy to the step directories of a run."""
+    checkpoints = find.checkpoints(arguments.where, os.environ)
+    policy, origin = _policy(arguments, checkpoints)
+    outcome = retention.prune(checkpoints, policy, dry_run=arguments.dry_run)
+    freed = 0 if arguments.dry_run else retention.empty_trash(checkpoints)
+    plan = outcome.plan
+    gone = plan.removed if arguments.dry_run else outcome.removed
+    if arguments.json:
+        document = {
+            "checkpoints": str(checkpoints),
+            "rules": rules_in_words(policy),
+            "rules_of": origin,
+            "dry_run": arguments.dry_run,
+            "kept": {name: list(why) for name, why in sorted(plan.kept.items())},
+            "removed": list(gone),
+            "spared": dict(outcome.spared),
+            "blocked": plan.blocked,
+            "directories_freed": freed,
+        }
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    fate = "would be removed" if arguments.dry_run else "removed"
+    printing.say(f"{rules_in_words(policy)} ({origin})")
+    rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
+    rows += [(name, "kept", why) for name, why in outcome.spared]
+    rows += [(name, fate, "no rule wants it") for name in gone]
+    if rows:
+        printing.say_table(sorted(rows, reverse=True))
+    else:
+        printing.say(f"{checkpoints}: no step directories yet")
+    if plan.blocked:
+        printing.warn(f"nothing was removed: {plan.blocked}")
+    return ExitCode.FINISHED
+
+
+def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention.Policy, str]:
+    """Return the rules that count, and whose they are: those that are named here, else those of the run's script."""
+    named = (arguments.keep_last, arguments.every, arguments.every_percent, arguments.best or None)
+    if named == (None,) * len(named):
+        known = _recorded(checkpoints.parent)
+        if known is not None:
+            return known
+        if not arguments.dry_run:
+            raise StepkeeperError(
+                "say what to keep, such as --keep-last 3 --every 1000: no launch of this run has recorded its rules "
+                f"({checkpoints.parent / records.KEEPING_NAME}); --dry-run shows what would go",
+                ExitCode.USAGE,
+            )
+    try:
+        policy = retention.Policy(
+            keep_last=arguments.keep_last or retention.KEEP_LAST,
+            every_steps=arguments.every,
+            every_percent=arguments.every_percent,
+            total_steps=arguments.total_steps,
+            best=arguments.best,
+            best_by=arguments.best_by,
+            best_is_highest=arguments.best_is_highest,
+        )
+    except ValueError as error:
+        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+    return policy, "named here"
+
+
+def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
+    """Return the rules of the run's newest launch."""
+    path = run / records.KEEPING_NAME
+    try:
+        kept = records.read_keeping(run)
+        if kept is None:
+            return None
+        if kept.retention is None:
+            raise StepkeeperError(
+                f"the run's script keeps all steps (launch {kept.launch}): name rules, such as --keep-last 3",
+                ExitCode.USAGE,
+            )
+        return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
+    except (OSError, TypeError, ValueError) as error:
+        raise StepkeeperError(
+            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as --keep-last 3",
+            ExitCode.USAGE,
+        ) from error
+
+
+def rules_in_words(policy: retention.Policy) -> str:
+    """Say rules as a script would.
+
+    >>> words(retention.Policy(every_steps=1000, best=2))
+    'newest 3, every 1000 steps, epoch ends, best loss 2'
+    """
+    parts = [f"newest {policy.keep_last}"]
+    parts += [f"every {policy.every_steps} steps"] if policy.every_steps is not None else []
+    parts += [f"every {policy.every_percent:g} percent"] if policy.every_percent is not None else []
+    parts += ["epoch ends"] if policy.epochs else []
+    highest = " highest" if policy.best_is_highest else ""
+    parts += [f"best {policy.best_by} {policy.best}{highest}"] if policy.best else []
+    return ", ".join(parts)

@@ -1,25 +1,169 @@
-"""`stepkeeper checkpoints export SOURCE OUT`: a model as safetensors files, and other conversions of checkpoints."""
+"""`stepkeeper checkpoints export SOURCE OUT`: a model as safetensors files, and other conversions of checkpoints.
+
+Torch and DeepSpeed convert in a process of their own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepkeeper.cli import checkpoints_convert, printing
+from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import size
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks import converting, recognise
+from stepkeeper.frameworks.choosing import How, State, judge
+from stepkeeper.frameworks.converting import ENDING
+from stepkeeper.frameworks.framework import Step
 from stepkeeper.run_store import find
+from stepkeeper.slurm.launch import without_python
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
+from stepkeeper_trainer.formats.metadata import METADATA_NAME
+from stepkeeper_trainer.formats.reading import Reading
+from stepkeeper_trainer.formats.verify import verify
 from stepkeeper_trainer.store import export
 from stepkeeper_trainer.store.export import STYLES, Names, NamesError, check_head_dim, head_dim_of
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+# `--to torch|dcp|universal`: by torch and by DeepSpeed, in a process of their own.
+
+TORCH, DCP, UNIVERSAL = "torch", "dcp", "universal"
+TARGETS = (TORCH, DCP, UNIVERSAL)
+_BELOW = ("pytorch_model_fsdp_0", "model", "weights")  # of Hugging Face and Accelerate, Automodel, NeMo 2
+_LEFT_OUT = {
+    TORCH: "nothing: all tensors and values are in the file",
+    DCP: "there is no optimizer, step, schedule or data position: these are initial weights",
+    UNIVERSAL: "random states of the ranks, and whatever the script saved on single ranks",
+}
+
+
+def convert(arguments: argparse.Namespace, names: Names | None) -> int:
+    """Convert a checkpoint.
+
+    Raises:
+        StepkeeperError: why not; nothing is at OUT then.
+    """
+    source, target = Path(os.path.abspath(arguments.where)), Path(os.path.abspath(arguments.target))
+    if os.path.lexists(target):
+        raise StepkeeperError(f"{arguments.target}: is there already: name one that is not", ExitCode.USAGE)
+    if not target.parent.is_dir():
+        raise StepkeeperError(f"{target.parent}: no such directory: make it first", ExitCode.USAGE)
+    if not os.path.lexists(source):
+        raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
+    if arguments.dry_run:
+        raise StepkeeperError(f"--dry-run goes with --to safetensors, not with --to {arguments.to}", ExitCode.USAGE)
+    began = time.monotonic()
+    if arguments.to == UNIVERSAL:
+        _to_universal(arguments, source, target)
+    else:
+        if arguments.to == TORCH:
+            source = _verified(source)
+        words = ["-m", "stepkeeper_trainer.store.conversion", arguments.to, str(source), str(target)]
+        words += ["--prefix", arguments.prefix or ""]
+        words += ["--names", names.style, "--head-dim", str(names.head_dim)] if names is not None else []
+        _call([arguments.python, *words], "torch and stepkeeper")
+    seconds = time.monotonic() - began
+    left_out = _LEFT_OUT[arguments.to]
+    if arguments.json:
+        document = {"source": str(source), "target": str(target), "to": arguments.to, "left_out": left_out}
+        printing.say_json({**document, "seconds": round(seconds, 3)}, indent=2)
+    else:
+        printing.say(f"{arguments.target}: converted in {printing.duration(seconds)}")
+        printing.say(f"left out: {left_out}")
+    return ExitCode.FINISHED
+
+
+def dcp_below(directory: Path) -> Path | None:
+    """Return the DCP directory that is meant: itself, or the one in a checkpoint of a framework."""
+    candidates = (directory, *(directory / name for name in _BELOW))
+    return next((each for each in candidates if os.path.lexists(each / METADATA_NAME)), None)
+
+
+def verified_dcp(directory: Path) -> Path:
+    """Return the DCP directory of another program, once it is verified.
+
+    Raises:
+        StepkeeperError: there is none, or it is damaged.
+        OSError: it cannot be read.
+    """
+    found = dcp_below(directory)
+    if found is None:
+        raise StepkeeperError(
+            f"{directory}: holds no {METADATA_NAME}: name a step directory, or a directory of "
+            "torch.distributed.checkpoint (a ZeRO checkpoint: --to universal)",
+            ExitCode.USAGE,
+        )
+    _require_whole("dcp", found)
+    return found
+
+
+def _verified(source: Path) -> Path:
+    """Return what is to be read: a step directory of ours, or a DCP directory; each was read and compared."""
+    if not os.path.lexists(source / MANIFEST_NAME):
+        return verified_dcp(source)
+    verdict = verify(source)
+    if verdict.problems:
+        raise StepkeeperError(f"{source}: {'; '.join(verdict.problems[:3])}", ExitCode.NOT_VERIFIED)
+    return source
+
+
+def _require_whole(framework: str, path: Path) -> None:
+    how = How(environment=os.environ, deep=True, cached=False, world_size=None, reading=Reading())
+    judged = judge(recognise.known()[framework], Step(path, None), how)
+    if not (judged.state.chosen_from or judged.state is State.NOT_RESUMABLE):
+        problems = "; ".join(judged.problems[:3])
+        raise StepkeeperError(f"{path}: {judged.state.value}: {problems}", ExitCode.NOT_VERIFIED)
+
+
+def _to_universal(arguments: argparse.Namespace, source: Path, target: Path) -> None:
+    framework = recognise.known()["deepspeed"]
+    if not framework.is_step(source) or (source / "zero").is_dir():
+        raise StepkeeperError(
+            f"{arguments.where}: no ZeRO checkpoint of DeepSpeed: name the directory of a tag, such as "
+            "outputs/global_step400",
+            ExitCode.USAGE,
+        )
+    if not target.name.endswith(ENDING):
+        raise StepkeeperError(
+            f"{arguments.target}: the name of a Universal Checkpoint ends in {ENDING}", ExitCode.USAGE
+        )
+    _require_whole("deepspeed", source)
+    inject = arguments.inject_missing_state
+    try:
+        _call(converting.tool(arguments.python, source, target, inject_missing_state=inject), "deepspeed")
+        _require_whole("deepspeed", target)
+    except StepkeeperError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end.  Raises OSError."""
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+
+
+def _call(argv: Sequence[str], needs: str) -> None:
+    """Have another Python convert.  Raises StepkeeperError with the end of what it said."""
+    environment = {**without_python(os.environ), "PYTHONSAFEPATH": "1"}  # nothing of the working directory
+    try:
+        done = start(argv, environment)
+    except OSError as error:
+        raise StepkeeperError(f"--python {argv[0]}: {error.strerror}", ExitCode.USAGE) from error
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        hint = f"; name a Python with {needs} by --python" if "No module named" in said else ""
+        raise StepkeeperError(f"{argv[0]} {argv[1]} {argv[2]}: {said}{hint}", ExitCode.USAGE)
+
+
+# `--to safetensors`, and the command itself.
+
 SHOWN_EVERY_S = 1.0
 SAFETENSORS = "safetensors"
 CONFIG = "config.json"
@@ -34,13 +178,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "neither torch nor a GPU, and little memory; every byte is compared with the manifest before it is used.  A "
         "DCP directory of another program is verified first.  With --to, write another format.  OUT is complete or not "
         "there.  What is left out is printed.",
-        allow_abbrev=False,
     )
     command.add_argument("where", metavar="SOURCE", help="a step directory, or what --to says")
     command.add_argument("target", metavar="OUT", help="a directory that is not there yet; --to torch: a file")
     command.add_argument(
         "--to",
-        choices=(SAFETENSORS, *checkpoints_convert.TARGETS),
+        choices=(SAFETENSORS, *TARGETS),
         default=SAFETENSORS,
         help="safetensors (default): from a step directory or a DCP directory; torch: the same into one file of "
         "torch.save; dcp: from safetensors; universal: from a ZeRO checkpoint, by DeepSpeed's own tool",
@@ -74,7 +217,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--dtype", choices=sorted(export.DTYPES), help="of floating-point tensors; default: as they are"
     )
     command.add_argument(
-        "--max-shard-size", metavar="SIZE", type=_size, default=export.SHARD_BYTES_MAX, help="of one file; default 5GB"
+        "--max-shard-size", metavar="SIZE", type=size, default=export.SHARD_BYTES_MAX, help="of one file; default 5GB"
     )
     command.add_argument(
         "--copy",
@@ -95,24 +238,15 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    unit = (match.group(2) or "").lower() if match else ""
-    size = int(float(match.group(1)) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]]) if match else 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500MB or 2GiB")
-    return size
-
-
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Export a model."""
     if arguments.to != SAFETENSORS:
-        return checkpoints_convert.execute(arguments, names_of(arguments))
+        return convert(arguments, names_of(arguments))
     directory = find.step_directory(arguments.where)
-    plain = not os.path.lexists(directory / MANIFEST_NAME) and checkpoints_convert.dcp_below(directory) is not None
+    plain = not os.path.lexists(directory / MANIFEST_NAME) and dcp_below(directory) is not None
     if plain:
-        directory = checkpoints_convert.verified_dcp(directory)
+        directory = verified_dcp(directory)
     began = time.monotonic()
     names = names_of(arguments)
     try:

@@ -1,23 +1,355 @@
-"""`stepkeeper dev`: replay, simulate, and `inject xid 79 --gpu 0`, a fault that is none, for tests at a site.
-
-Only root can do it, and only where the agent's own configuration says that injected lines are believed.  Never through
-the socket.
-"""
+"""`stepkeeper dev`: decide a real run again, simulate, and write a fault that is none, for tests at a site."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import re
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from stepkeeper.cli import dev_replay, dev_simulate, printing
+import msgspec
+
+from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import duration
+from stepkeeper.cli.printing import instant
+from stepkeeper.config import resolve as config_record
+from stepkeeper.config.settings import GROUP
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.core.policy import Policy
+from stepkeeper.core.scale_up import GROW_BACK
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger, nvml
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.xid.parse import canonical, parse
+from stepkeeper.run_analytics.model import Use
+from stepkeeper.run_store import find, journal
+from stepkeeper.simulate.world import PRESETS, World
+from stepkeeper.submit.plan import short
+from stepkeeper_trainer.formats.plain import read_plain
+
+if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
+    from stepkeeper.simulate.replay import Difference, Replayed
+    from stepkeeper.simulate.simulator import Summary
+
+
+# `dev replay RUN|journal.jsonl`: what today's rules would decide differently in a run that was.
+
+DIFFERENT = 1  # exit code: something would be decided otherwise
+ATTEMPTS_MAX = 10_000
+SHOWN_CHARACTERS = 300
+
+
+def _add_replay(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = actions.add_parser(
+        "replay",
+        help="decide a real run again",
+        description="Feed the events of a journal to the rules of this version, and show the first decision that "
+        "differs from what was decided then.  Each attempt goes by its own recorded policy.  Ends with 1 where "
+        "something differs.",
+    )
+    command.add_argument("run", metavar="RUN", help="run directory, job id, or a journal file")
+    command.add_argument("--all", action="store_true", help="every difference, not only the first")
+    command.add_argument("--words", action="store_true", help="a reason that is worded otherwise is a difference too")
+    command.add_argument(
+        "--policy",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="under another policy, such as failures_max=5",
+    )
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=replay_run)
+
+
+@printing.reading
+def replay_run(arguments: argparse.Namespace) -> int:
+    """Decide again, and say what differs."""
+    from stepkeeper.simulate.replay import replay  # noqa: PLC0415 - only where it is asked for
+
+    path = Path(arguments.run)
+    file = path if path.is_file() else find.find(arguments.run, os.environ).journal
+    if not file.exists():
+        raise StepkeeperError(f"{file}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND)
+    recorded = recorded_policies(file.parent)
+    changes = policy_changes(arguments.policy)
+    attempts = range(max(recorded, default=-1) + 1) if recorded else range(0)
+    policies = {number: changed(recorded.get(number, Policy()), changes) for number in attempts}
+    if changes and not recorded:
+        policies = dict.fromkeys(range(ATTEMPTS_MAX), changed(Policy(), changes))
+    stop_after = ATTEMPTS_MAX if arguments.all else 1
+    found = replay(journal.read_lines(file), policies, words=arguments.words, stop_after=stop_after)
+    if not found.records:
+        raise StepkeeperError(f"{file}: no record of the beginning of an attempt", ExitCode.NOTHING_FOUND)
+    if arguments.json:
+        printing.say_json(msgspec.to_builtins(found), indent=2)
+    else:
+        _show_replay(found, len(recorded))
+    return DIFFERENT if found.differences else ExitCode.FINISHED
+
+
+def recorded_policies(run_directory: Path) -> dict[int, Policy]:
+    """Return by which policy each attempt went, where that is recorded and can be read."""
+    found: dict[int, Policy] = {}
+    for number in range(ATTEMPTS_MAX):
+        if not config_record.record_path(run_directory, number).exists():
+            break
+        recorded = config_record.read_record(run_directory, number)
+        if recorded.settings:  # else it is damaged: this attempt goes by the defaults
+            found[number] = recorded.policy()
+    return found
+
+
+def policy_changes(words: list[str]) -> dict[str, str]:
+    """Return what `--policy` says.
+
+    Raises:
+        StepkeeperError: a word is no KEY=VALUE, or no such key.
+    """
+    changes: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.removeprefix(f"{GROUP}.")
+        if not equals or key not in Policy.__struct_fields__:
+            raise StepkeeperError(
+                f"--policy {word}: KEY=VALUE with a key of the policy; docs/configuration.md lists them", ExitCode.USAGE
+            )
+        changes[key] = value
+    return changes
+
+
+def changed(policy: Policy, changes: dict[str, str]) -> Policy:
+    """Return the policy with other values.
+
+    Raises:
+        StepkeeperError: a value does not fit its key.
+    """
+    try:
+        return msgspec.convert({**msgspec.structs.asdict(policy), **changes}, Policy, strict=False)
+    except msgspec.ValidationError as error:
+        raise StepkeeperError(f"--policy: {error}", ExitCode.USAGE) from error
+
+
+def _show_replay(found: Replayed, recorded: int) -> None:
+    for difference in found.differences:
+        _show_difference(difference)
+    by = f"the recorded policies of {recorded} attempts" if recorded else "the default policy"
+    printing.say(f"{found.records} records of {found.attempts} attempts were decided again, by {by}.")
+    if not found.differences:
+        printing.say("No difference: today's rules decide the same.")
+    passed = (
+        (found.unreadable, "lines could not be read (torn, or of a newer version)"),
+        (found.repeated, "records stood there twice"),
+        (found.without_start, "records belong to attempts whose beginning is missing"),
+        (found.unknown, "records lead to a state that this version does not know"),
+    )
+    for count, what in passed:
+        if count:
+            printing.say(f"{count} {what}.")
+
+
+def _show_difference(difference: Difference) -> None:
+    record = difference.record
+    event: dict[str, Any] = msgspec.to_builtins(record.event)
+    facts = {key: value for key, value in event.items() if key not in ("event", "at")}
+    printing.say(
+        f"line {difference.line}: {instant(record.event.at)}  attempt {record.attempt}, launch {record.launch}"
+    )
+    printing.say(f"  event  {event['event']} {_short(facts)}")
+    printing.say(f"  then   {_short(difference.then)}   # {record.why}")
+    now = {key: value for key, value in difference.now.items() if key != "why" or "why" in difference.then}
+    printing.say(f"  now    {_short(now)}   # {difference.now['why']}")
+    printing.say()
+
+
+def _short(value: Any) -> str:
+    said = " ".join(f"{key}={msgspec.json.encode(each).decode()}" for key, each in value.items())
+    return said if len(said) <= SHOWN_CHARACTERS else said[:SHOWN_CHARACTERS] + "..."
+
+
+# `dev simulate`: scenarios from files, or months of a large run, decided by the real rules.
+
+RUNS = 5
+CHOICES_MAX = 200
+COUNT_MAX = 1_000_000
+TIMES = {
+    "blocked-s": "that a save takes from training",
+    "save-s": "from the request of a save to durable",
+    "load-s": "from the start of the processes to the first step",
+    "verify-s": "choosing and reading back a checkpoint",
+    "repair-s": "mean, until a node that was given back, or another one like it, is idle",
+    "queue-s": "mean wait in the queue after a requeue",
+    "grace-s": "of a preemption",
+    "person-s": "until somebody submits again what has stopped",
+}
+
+
+def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = actions.add_parser(
+        "simulate",
+        help="play a scenario, or months of a large run",
+        description="With FILE: play scenarios through the rules and print what they decide after each event "
+        "(docs/simulate.md has the format).  Without: simulate months of a run whose nodes fail at a published rate, "
+        "and print which share of the time becomes progress (ETTR), and where the rest goes, for each choice of "
+        "interval and spares.  The world is simulated; what is done is decided by the real rules.",
+    )
+    defaults = World()
+    command.add_argument("files", nargs="*", metavar="FILE", type=Path, help="scenarios to play instead")
+    command.add_argument("--nodes", type=int, default=defaults.nodes, metavar="N", help="of a launch (%(default)s)")
+    command.add_argument("--days", type=float, default=defaults.days, metavar="D", help="to simulate (%(default)g)")
+    command.add_argument(
+        "--failures",
+        default="llama3",
+        metavar="RATE",
+        help=f"in 1,000 node-days, or {', '.join(f'{name} ({rate:.1f})' for name, rate in PRESETS.items())}; "
+        "default: llama3",
+    )
+    command.add_argument("--save-every", default="30min", metavar="T[,T...]", help="intervals to try (%(default)s)")
+    command.add_argument("--spares", default="0,16", metavar="N[,N...]", help="spare nodes to try (%(default)s)")
+    command.add_argument(
+        "--min-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a launch may shrink to where no spare is left (default: never); --nodes is the most it has",
+    )
+    command.add_argument(
+        "--grow-back", choices=GROW_BACK, default=Policy().grow_back, help="of smaller launches (%(default)s)"
+    )
+    for name, what in TIMES.items():
+        field = "persist_s" if name == "save-s" else name.replace("-", "_")
+        default = getattr(defaults, field)
+        command.add_argument(
+            f"--{name}",
+            dest=field,
+            type=duration,
+            default=default,
+            metavar="T",
+            help=f"{what} ({default:g} s)",
+        )
+    command.add_argument("--preemptions-per-day", type=float, default=0.0, metavar="N", help="(default: none)")
+    command.add_argument("--time-limit", type=duration, default=math.inf, metavar="T", help="(default: none)")
+    command.add_argument("--policy", metavar="KEY=VALUE", action="append", default=[], help="such as failures_max=5")
+    command.add_argument("--runs", type=int, default=RUNS, metavar="N", help="simulated runs a choice (%(default)s)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same runs (%(default)s)")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=simulate_runs)
+
+
+@printing.reading
+def simulate_runs(arguments: argparse.Namespace) -> int:
+    """Play, or simulate."""
+    from stepkeeper.simulate.simulator import simulate  # noqa: PLC0415 - only where it is asked for
+
+    if arguments.files:
+        for index, path in enumerate(arguments.files):
+            _play(path, titled=len(arguments.files) > 1, first=index == 0)
+        return ExitCode.FINISHED
+    policy = changed(Policy(grow_back=arguments.grow_back), policy_changes(arguments.policy))
+    if not 1 <= arguments.runs <= COUNT_MAX:
+        raise StepkeeperError("--runs is at least 1", ExitCode.USAGE)
+    began = time.monotonic()
+    found = [simulate(world, policy, runs=arguments.runs, seed=arguments.seed) for world in _worlds(arguments)]
+    if arguments.json:
+        printing.say_json([msgspec.to_builtins(each) for each in found], indent=2)
+        return ExitCode.FINISHED
+    _show_simulated(found, arguments, time.monotonic() - began)
+    return ExitCode.FINISHED
+
+
+def _play(path: Path, *, titled: bool, first: bool) -> None:
+    from stepkeeper.simulate import scenario  # noqa: PLC0415 - only where it is asked for
+
+    text = read_plain(path).decode(errors="replace")
+    if titled:
+        printing.say(f"{'' if first else chr(10)}== {path}")
+    try:
+        played = scenario.play(text)
+    except scenario.ScenarioError as error:
+        raise StepkeeperError(f"{path}: {error}", ExitCode.USAGE) from error
+    for line in played.splitlines():
+        printing.say(line)
+
+
+def _worlds(arguments: argparse.Namespace) -> list[World]:
+    try:
+        rate = PRESETS[arguments.failures] if arguments.failures in PRESETS else float(arguments.failures)
+    except ValueError:
+        names = ", ".join(PRESETS)
+        raise StepkeeperError(f"--failures {arguments.failures}: a number or one of {names}", ExitCode.USAGE) from None
+    try:
+        intervals = [duration(word) for word in arguments.save_every.split(",")]
+        spares = [int(word) for word in arguments.spares.split(",")]
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise StepkeeperError(f"--save-every, --spares: {error}", ExitCode.USAGE) from error
+    if len(intervals) * len(spares) > CHOICES_MAX or max(spares) > COUNT_MAX:
+        raise StepkeeperError(f"--save-every, --spares: at most {CHOICES_MAX} choices at a time", ExitCode.USAGE)
+    fields = ("blocked_s", "persist_s", "load_s", "verify_s", "repair_s", "queue_s", "grace_s", "person_s")
+    worlds = [
+        World(
+            nodes=arguments.nodes,
+            days=arguments.days,
+            failures=rate,
+            spares=count,
+            nodes_min=arguments.min_nodes,
+            interval_s=interval,
+            preemptions_per_day=arguments.preemptions_per_day,
+            time_limit_s=arguments.time_limit,
+            **{name: getattr(arguments, name) for name in fields},
+        )
+        for interval, count in itertools.product(intervals, spares)
+    ]
+    for world in worlds:
+        if problem := world.problem():
+            raise StepkeeperError(problem, ExitCode.USAGE)
+    return worlds
+
+
+def _show_simulated(found: list[Summary], arguments: argparse.Namespace, seconds: float) -> None:
+    head = ("SAVE EVERY", "SPARES", "ETTR", "FROM", "TO", "STEPS", "PLAN", "LOST", "SAVING", "STARTING", "AWAY",
+            "QUEUE", "FAILURES", "RESTART", "REQUEUES", "PERSON", "OF NODES")  # fmt: skip
+    rows = [
+        (
+            short(each.interval_s),
+            str(each.spares),
+            f"{each.ettr:.1%}",
+            f"{each.ettr_low:.1%}",
+            f"{each.ettr_high:.1%}",
+            f"{each.speed:.1%}",
+            "-" if each.formula is None else f"{each.formula:.1%}",
+            f"{each.shares[Use.LOST]:.1%}",
+            f"{each.shares[Use.SAVING]:.1%}",
+            f"{each.shares[Use.STARTING]:.1%}",
+            f"{each.shares[Use.HUNG] + each.shares[Use.STOPPING]:.1%}",
+            f"{each.shares[Use.QUEUE]:.1%}",
+            f"{each.failures:.0f}",
+            printing.duration(each.restart_s),
+            f"{each.requeues:.0f}",
+            f"{each.persons:.1f}",
+            f"{each.node_share:.1%}",
+        )
+        for each in found
+    ]
+    printing.say_table([head, *rows], right=frozenset(range(len(head))))
+    printing.say()
+    printing.say(
+        f"{arguments.runs} runs each of {arguments.nodes:,} nodes over {arguments.days:g} days, in {seconds:.1f} s. "
+        "ETTR: share of the time that became progress, mean and range; STEPS: of those that all nodes would do in all "
+        "the time, less than the ETTR where launches were smaller; PLAN: by the formula of `stepkeeper plan`, with "
+        "the restart time found here; AWAY: hung, stopping, requeueing; OF NODES: of the node-hours, spares included."
+    )
+    for reason in dict.fromkeys(reason for each in found for reason in each.stopped_for):
+        printing.say(f"a person was needed: {reason}")
+
+
+# `dev inject xid 79 --gpu 0`: by root only, and only where the agent's configuration believes injected lines.  Never
+# through the socket.
 
 LOOK_WITHIN_S = 20.0
 CODE_MAX = 9999
@@ -35,16 +367,13 @@ DEFAULT_TEXTS = {
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    dev = subcommands.add_parser(
-        "dev", help="replay, simulate and test", description="Tools to test rules and sites.", allow_abbrev=False
-    )
+    dev = subcommands.add_parser("dev", help="replay, simulate and test", description="Tools to test rules and sites.")
     actions = dev.add_subparsers(dest="action", metavar="ACTION", required=True)
     inject = actions.add_parser(
         "inject",
         help="write a fault into the kernel log",
         description="Write a fault into the kernel log, as the NVIDIA driver would.  Root only, and only where the "
         "agent's configuration has `allow_injected = true` in its [test] table: the agent drains the node on it.",
-        allow_abbrev=False,
     )
     inject.add_argument("kind", choices=("xid",), help="what kind of fault")
     inject.add_argument("code", type=int, help="its number, as in `stepkeeper xid`")
@@ -52,8 +381,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     inject.add_argument("--text", default="", help="what the driver says about it")
     inject.add_argument("--config", type=Path, metavar="FILE", help=f"(default: {node_config.DEFAULT_PATH})")
     inject.set_defaults(execute=inject_fault)
-    dev_replay.add(actions)
-    dev_simulate.add(actions)
+    _add_replay(actions)
+    _add_simulate(actions)
 
 
 @printing.reading

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stepkeeper import __version__
-from stepkeeper.cli import COMMANDS, load
+from stepkeeper.cli import COMMANDS, load, printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and how to learn more."""
+    """Says what is wrong in one line, and how to learn more.  Options are written in full, in all commands."""
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(allow_abbrev=False, **known)
 
     def error(self, message: str) -> NoReturn:
         """Exit with the code of a usage error."""
@@ -42,7 +46,6 @@ def parser(names: Sequence[str] = COMMANDS) -> Parser:
         description="Keeps a distributed PyTorch training job on Slurm moving forward.",
         epilog="On a new cluster: `stepkeeper doctor`, then `stepkeeper selftest -p PARTITION -N 2`, then "
         "`stepkeeper submit -N 2 --gpus-per-node 8 -- python train.py`.",
-        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"stepkeeper {__version__}")
     subcommands = top.add_subparsers(
@@ -77,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.execute(arguments))
     except StepkeeperError as error:
         if error.code is ExitCode.NOTHING_FOUND and arguments is not None:
-            from stepkeeper.cli import pending  # noqa: PLC0415 - a supervisor stays small
+            from stepkeeper.cli import status  # noqa: PLC0415 - a supervisor stays small
 
-            if (answered := pending.answers(arguments)) is not None:
+            if (answered := status.answers(arguments)) is not None:
                 return answered
         print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return int(error.code)
@@ -88,3 +91,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+# `stepkeeper completion bash`, `stepkeeper man`: completion and the manual page, made from the parser itself.
+
+COLUMNS = "80"  # of the usage lines, which argparse breaks for the terminal at hand
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare both commands."""
+    command = subcommands.add_parser(
+        "completion",
+        help="print completion for a shell",
+        description="Print completion of commands and options.  For bash: "
+        "stepkeeper completion bash > ~/.local/share/bash-completion/completions/stepkeeper",
+    )
+    command.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
+    command.set_defaults(execute=complete)
+    command = subcommands.add_parser(
+        "man",
+        help="print the manual page",
+        description="Print the manual page.  To install it: "
+        "stepkeeper man > ~/.local/share/man/man1/stepkeeper.1.  Needs the extra `man`.",
+    )
+    command.set_defaults(execute=print_manual)
+
+
+@printing.reading
+def complete(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab  # noqa: PLC0415 - no other command needs it
+
+    sys.stdout.write(shtab.complete(parser(), shell=arguments.shell))
+    return ExitCode.FINISHED
+
+
+@printing.reading
+def print_manual(_arguments: argparse.Namespace) -> int:
+    """Print the page in the language of man."""
+    try:
+        from argparse_manpage.manpage import Manpage  # noqa: PLC0415 - for those who have it
+    except ImportError as error:
+        raise StepkeeperError(
+            "the manual page is made by a library that is not installed: pip install 'stepkeeper[man]'", ExitCode.USAGE
+        ) from error
+    os.environ["COLUMNS"] = COLUMNS
+    sys.stdout.write(str(Manpage(parser(), format="pretty")))
+    return ExitCode.FINISHED

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import above_zero, duration, share
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
@@ -25,8 +24,6 @@ from stepkeeper_trainer.formats.durable import write_atomically
 OVERHEAD_MAX = 0.05
 RESTART_S = 300.0  # where nobody says it
 NODES_MAX = 10_000_000
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|sec|min|m|h|hours?|d|days?)?")
-_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,7 +34,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="How often to save, and the expected share of wall time that becomes durable progress "
         "(ETTR).  Times are seconds, or written as 90s, 5min, 3h, 2d.  Nothing is changed.",
         epilog="docs/cadence.md explains the model, and where the assumed failure rate comes from.",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="take what this run has measured (directory or job id)")
     command.add_argument("--nodes", metavar="N[,N...]", type=_nodes, help="sizes of the job; default: the run's, or 1")
@@ -45,7 +41,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     rates.add_argument(
         "--mtbf-node-hours",
         metavar="H",
-        type=_positive,
+        type=above_zero,
         help="mean hours between infrastructure failures of one node; default 4800, or the run's own experience",
     )
     rates.add_argument("--mtbf", metavar="TIME", type=duration, help="the same, of the whole job")
@@ -62,46 +58,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--overhead-max",
         metavar="SHARE",
-        type=_share,
+        type=share,
         default=OVERHEAD_MAX,
         help=f"of training time that saves may block; default {OVERHEAD_MAX:g}",
     )
     command.add_argument("--plot", metavar="FILE.svg", type=Path, help="write the plot as an SVG file too")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=execute)
-
-
-def duration(text: str) -> float:
-    """Return the seconds of `90s`, `5min`, `3h`, `2d`; for arguments.  Raises argparse.ArgumentTypeError."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write seconds, or 90s, 5min, 3h, 2d")
-    unit = match.group(2) or ""
-    return float(match.group(1)) * _SECONDS[unit if unit in _SECONDS else unit[0]]
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return value
 
 
 def _nodes(text: str) -> list[int]:

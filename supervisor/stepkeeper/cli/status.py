@@ -12,18 +12,107 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import pending, printing
+from stepkeeper.cli import printing
 from stepkeeper.cli.printing import duration, instant
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import progress, queue, reading
 from stepkeeper.run_analytics.queue import Queued, Waiting
-from stepkeeper.run_analytics.screen import WAITS_FOR, rows
+from stepkeeper.run_analytics.screen import WAITS_FOR, exit_meaning, rows
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import Status, heard_at, is_silent
+from stepkeeper.slurm import requeue
+from stepkeeper.slurm.client import SlurmError
+
+# A run whose job waits in Slurm's queue and has not worked on it yet: what every command can say of it.
+
+ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # the wait is all that there is to show
+
+
+def show_pending(run: RunDirectory, waiting: Waiting, queued: Queued | None, *, as_json: bool) -> int:
+    """Print where a run stands that no supervisor has worked on yet."""
+    now = time.time()
+    if as_json:
+        document = {
+            "run_directory": str(run.path),
+            "phase": "pending",
+            "done": False,
+            "waiting": msgspec.to_builtins(waiting),
+            "queue": msgspec.to_builtins(queued),
+        }
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    over = queued is not None and queue.is_over(queued)
+    rows = [
+        ("run", str(run.path)),
+        ("phase", f"{'gone before it started' if over else 'pending'}, {waited(waiting, now)}"),
+        ("Slurm says", queue.words(queued, now) if queued is not None else "nothing"),
+        ("job", f"{waiting.job}; no supervisor has worked on this run yet"),
+        ("logs", f"{run.path / 'logs'} (ranks, once they start)" + (f"; {waiting.log}" if waiting.log else "")),
+    ]
+    printing.say_table(rows)
+    printing.say()
+    if over:
+        printing.say(f"to submit it again: stepkeeper resume {run.typed}")
+    else:
+        printing.say(f"follow: stepkeeper status --follow {run.typed}")
+        printing.say(f"to stop: stepkeeper stop {run.typed}, or scancel {waiting.job}")
+    return ExitCode.FINISHED
+
+
+def waited(waiting: Waiting, now: float) -> str:
+    """Say for how long a job has been waited for."""
+    return f"for {duration(max(0.0, now - waiting.since))} ({waiting.how.value} {instant(waiting.since)})"
+
+
+def answers(arguments: argparse.Namespace) -> int | None:
+    """Answer a command that found nothing, because the run's job still waits; None where that is not why.
+
+    Returns:
+        the exit code.
+    """
+    wanted = getattr(arguments, "run", None)
+    if not isinstance(wanted, str) or arguments.command not in ANSWERED_BY_THE_QUEUE:
+        return None
+    as_json = getattr(arguments, "json", False)
+    try:
+        run = find.find(wanted, os.environ)
+    except (StepkeeperError, OSError):
+        return _of_slurm(wanted, as_json=as_json) if find.is_job(wanted) else None
+    try:
+        if status_file.read(run.status) is not None:
+            return None
+        waiting = queue.waiting(run, None)
+    except (OSError, msgspec.MsgspecError):
+        return None  # the command's own words say more
+    return show_pending(run, waiting, queue.query(waiting.job), as_json=as_json) if waiting is not None else None
+
+
+def _of_slurm(job: str, *, as_json: bool) -> int | None:
+    """Print what Slurm says of a job that waits, and that sbatch itself has submitted; None where it knows none."""
+    queued = queue.query(job)
+    if not queue.is_pending(queued):
+        return None
+    if as_json:
+        document = {"run_directory": None, "phase": "pending", "done": False, "queue": msgspec.to_builtins(queued)}
+        printing.say_json(document, indent=2)
+        return ExitCode.FINISHED
+    try:
+        log = requeue.log_of(job)
+    except SlurmError:
+        log = ""
+    rows = [
+        ("phase", "pending"),
+        ("Slurm says", queue.words(queued, time.time())),
+        ("run", "not known yet: `stepkeeper run` makes its directory when the job starts"),
+        ("log", log or "not known"),
+    ]
+    printing.say_table(rows)
+    return ExitCode.FINISHED
+
 
 # `stepkeeper status` without RUN: all runs that there are, one a line.
 
@@ -130,9 +219,7 @@ LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    command = subcommands.add_parser(
-        "status", help="show where a run stands", description="Show where a run stands.", allow_abbrev=False
-    )
+    command = subcommands.add_parser("status", help="show where a run stands", description="Show where a run stands.")
     command.add_argument(
         "run",
         nargs="?",
@@ -188,7 +275,7 @@ def execute(arguments: argparse.Namespace) -> int:
     queued = queue.query(job) if job is not None else None
     if status is None:
         assert waiting is not None, "looked at above"
-        return pending.show(run, waiting, queued, as_json=arguments.json)
+        return show_pending(run, waiting, queued, as_json=arguments.json)
     seen = _computed(run, status, waiting, now)
     if arguments.json:
         printing.say_json({**msgspec.to_builtins(status), **seen, "queue": msgspec.to_builtins(queued)}, indent=2)
@@ -252,17 +339,10 @@ def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: f
         "pace_s": progress.pace(newest),
         "seconds_left": left_s,
         "done_at": now + left_s if left_s is not None and works else None,
-        "exit_meaning": _meaning(status.exit_code),
+        "exit_meaning": exit_meaning(status.exit_code) if status.exit_code is not None else None,
         "checkpoint_directory": directory,
         "checkpoint_state": reading.condition_of(Path(directory), run) if directory else None,
     }
-
-
-def _meaning(code: int | None) -> str | None:
-    if code is None:
-        return None
-    known = (each.meaning for each in ExitCode if each.value == code)
-    return next(known, "a code that this Stepkeeper does not know")
 
 
 def _phase_since(run: RunDirectory, status: Status) -> float | None:
@@ -351,7 +431,7 @@ def _phases(
     """Return what the run does now; where nobody writes, what it did when somebody did."""
     if waiting is not None:
         doing = "ended without job" if gone else "waiting for job"
-        rows = [("phase", f"{doing} {waiting.job}, {pending.since(waiting, now)}")]
+        rows = [("phase", f"{doing} {waiting.job}, {waited(waiting, now)}")]
         if status.exit_code is not None:
             rows.append(("before", f"{seen['exit_meaning']} (exit code {status.exit_code})"))
         return rows

@@ -1,4 +1,4 @@
-"""`stepkeeper submit [options] -- CMD ARGS...`: a batch script for this cluster, checked, then submitted."""
+"""`stepkeeper submit [options] -- CMD ARGS...`, `stepkeeper resume RUN`: a run is submitted, and submitted again."""
 
 from __future__ import annotations
 
@@ -11,34 +11,45 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_cmd, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
+from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
+from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store import submission as submissions
+from stepkeeper.run_store.paths import RunDirectory
+from stepkeeper.run_store.submission import Submission
 from stepkeeper.slurm import cmd, requeue
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.jobs import SlurmCommands
+from stepkeeper.slurm.jobs import SlurmCommands, job_state
 from stepkeeper.submit import own_script, preflight, sbatch
 from stepkeeper.submit.plan import METRICS_NAME, measure
 from stepkeeper.submit.sbatch import Wanted, notice_s, program, render
+from stepkeeper_trainer.formats import lease
+
+# `stepkeeper submit`: a batch script for this cluster, checked, then submitted.
 
 HANDLED = ("JobRequeue", "JobFileAppend", "send_user_signal")  # by the directives of our own script
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declare both commands."""
     command = subcommands.add_parser(
         "submit",
         help="render a batch script for this cluster, check it, and submit it",
         description="Render a batch script for this cluster, have Slurm check it, and submit it: "
         "stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py",
-        allow_abbrev=False,
     )
     job = command.add_argument_group("job")
     job.add_argument("-N", "--nodes", metavar="N", default="1", help="nodes, spares included (default: 1)")
@@ -59,8 +70,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--dry-run", action="store_true", help="print the script; submit nothing")
     command.add_argument("--json", action="store_true", help="one JSON document")
     resolve.declare_flags(command)
-    command.add_argument("cmd", nargs=argparse.REMAINDER, metavar="-- CMD ARGS...")
+    add_cmd(command)
     command.set_defaults(execute=execute)
+    _add_resume(subcommands)
 
 
 @printing.reading
@@ -120,17 +132,13 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
     """Make the run directory and keep there how the job was submitted: from now on every command knows the run."""
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     try:
-        log = requeue.log_of(str(job))
-    except SlurmError:
-        log = ""  # a help for people: the job may be over already
-    try:
         group_readable = config.settings.group_readable
         directory = paths.prepare_run_directory(Path(where), group_readable=group_readable, default=is_default)
         noted = submission.Submission(
             job=str(job),
             at=time.time(),
             directory=os.getcwd(),
-            log=log,
+            log=_log_of(str(job)),
             script=script,
             environment=submission.settings(os.environ),
         )
@@ -138,6 +146,14 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
         find.remember(directory.path, os.environ)
     except (StepkeeperError, OSError) as error:
         printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
+
+
+def _log_of(job: str) -> str:
+    """Return where a job's log is, as a help for people; empty where Slurm does not say it, or the job is over."""
+    try:
+        return requeue.log_of(job)
+    except SlurmError:
+        return ""
 
 
 def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
@@ -166,7 +182,7 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
         printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")
     if script.starts_ranks:
         printing.warn(f"note: {script.starts_ranks}")
-    for doubt in filter(None, (doubts.no_place, doubts.unknown, doubts.no_way)):
+    for doubt in doubts.said:
         printing.warn(f"warning: {doubt}")
     return config
 
@@ -215,15 +231,13 @@ def _where(run_dir: str, job: int, wanted: Wanted) -> str:
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
-    words = arguments.cmd[1:] if arguments.cmd[:1] == ["--"] else arguments.cmd
-    if not words or (arguments.cmd[:1] != ["--"] and words[0].startswith("-")):
-        raise StepkeeperError("no CMD: write `stepkeeper submit [options] -- CMD ARGS...`", ExitCode.USAGE)
+    training = read_cmd(arguments.cmd, "submit")
     save_s = None
     if arguments.like is not None:
         directory = find.find(arguments.like, os.environ)
         save_s = measure(directory.journal, directory.path / METRICS_NAME).persist_s
     return Wanted(
-        command=tuple(words),
+        command=training,
         program=program(),
         options=tuple(_options(arguments)),
         nodes=arguments.nodes,
@@ -231,7 +245,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
         time=arguments.time,
         partition=arguments.partition,
         account=arguments.account,
-        job_name=arguments.job_name or _name(words),
+        job_name=arguments.job_name or _name(list(training)),
         output=arguments.output,
         sbatch=tuple(arguments.sbatch),
         setup=tuple(arguments.setup),
@@ -289,3 +303,168 @@ def _line(finding: Finding) -> str:
 def _warn(findings: list[Finding]) -> None:
     for finding in findings:
         printing.warn(f"{finding.level.value}: {_line(finding)}")
+
+
+# `stepkeeper resume RUN`: submit a run again, as it was submitted.
+
+
+def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = subcommands.add_parser(
+        "resume",
+        help="submit a run again as it was, to go on from its newest checkpoint",
+        description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
+        "shown first.  It goes on in its run directory, from the newest verified checkpoint.  Other variables come "
+        "from this shell.",
+    )
+    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "--sbatch", metavar="OPTION", action="append", default=[], help="change one option: --sbatch=--time=2:00:00"
+    )
+    command.add_argument("--dry-run", action="store_true", help="show how it would be submitted; submit nothing")
+    command.add_argument("--json", action="store_true", help="one JSON document")
+    command.set_defaults(execute=resume)
+
+
+@printing.reading
+def resume(arguments: argparse.Namespace) -> int:
+    """Submit a run again."""
+    wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
+    if wrong is not None:
+        raise StepkeeperError(f"--sbatch {wrong!r}: write the option with its dashes", ExitCode.USAGE)
+    run = find.find(arguments.run, os.environ)
+    preflight.require_open(run.path)
+    newest = _newest_job(run)
+    more = [*_after(run, newest), *arguments.sbatch]
+    submission = _submission(run, newest)
+    if not arguments.json:
+        _show_submission(submission, more)
+    document = {"run_directory": str(run.path), "as_job": submission.job, "sbatch": _sbatch_line(submission, more)}
+    if arguments.dry_run:
+        if arguments.json:
+            printing.say_json({**document, "script": submission.script}, indent=2)
+        return ExitCode.FINISHED
+    job = _submit(run, submission, more)
+    if arguments.json:
+        printing.say_json({**document, "job": job}, indent=2)
+    else:
+        printing.say(f"job {job} is submitted; it goes on with {run.path}")
+        printing.say(f"  see            stepkeeper status {job}")
+        printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
+    return ExitCode.FINISHED
+
+
+def _newest_job(run: RunDirectory) -> str:
+    """Return the newest job of a run, as Slurm's commands name it.
+
+    Raises:
+        StepkeeperError: no job is known.
+    """
+    try:
+        status = status_file.read(run.status)
+    except msgspec.MsgspecError:
+        status = None  # of a newer version: the other files may say
+    waiting = queue.waiting(run, status)
+    if waiting is not None:
+        return waiting.job
+    if status is not None:
+        return queue.name(status)
+    raise StepkeeperError(f"{run.path}: no job of this run is known: submit it with --run-dir", ExitCode.NOTHING_FOUND)
+
+
+def _after(run: RunDirectory, job: str) -> list[str]:
+    """Return what makes the new job wait for the end of the run's newest one, where that is ending.
+
+    Raises:
+        StepkeeperError: that one works on the run, or waits to do so; or Slurm does not answer.
+    """
+    queued = queue.query(job)
+    if queued.error:
+        raise StepkeeperError(f"job {job} may still be there: {queued.error}", ExitCode.NO_SLURM)
+    if queue.is_over(queued):
+        return []
+    if queued.state is not None and job_state(queued.state) is JobState.COMPLETING:
+        return [f"--dependency=afterany:{job}"]
+    said = queue.words(queued, time.time())
+    raise StepkeeperError(
+        f"{said}: the run goes on already; `stepkeeper stop {run.path}` ends that first", ExitCode.RUN_BUSY
+    )
+
+
+def _submission(run: RunDirectory, newest: str) -> Submission:
+    """Return how the run was submitted: as it was recorded, else as Slurm still knows.
+
+    Raises:
+        StepkeeperError: neither says so.
+    """
+    recorded = submissions.read(run.path)
+    if recorded is not None and not recorded.secret:
+        return recorded
+    why = "no record of its submission"
+    if recorded is not None:
+        why = "its batch script or its options hold what looks like a secret, of which no copy is kept"
+        if recorded.path and (script := _own(Path(recorded.path))):
+            printing.warn(f"note: {recorded.path} is taken as it is now: of a script with a secret no copy is kept")
+            return msgspec.structs.replace(recorded, script=script)
+    try:
+        return requeue.find_out(newest, {})
+    except SlurmError as error:
+        script = f" ({recorded.path})" if recorded is not None and recorded.path else ""
+        raise StepkeeperError(
+            f"{run.path}: {why}, and Slurm does not have it either ({error}); submit your batch script{script} again "
+            f"with STEPKEEPER_RUN_DIR={run.typed}",
+            ExitCode.NOTHING_FOUND,
+        ) from error
+
+
+def _own(path: Path) -> str:
+    """Return the user's own batch script; empty where it is not there any more."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
+
+
+def _sbatch_line(submission: Submission, more: list[str]) -> str:
+    """Return the command line of sbatch, as a person reads it."""
+    script = submission.path or "(its batch script)"
+    options = shlex.join(redact_words(["sbatch", *requeue.options(submission, more)]))
+    arguments = shlex.join(redact_words(submission.arguments))
+    return f"{options} {shlex.quote(script) if submission.path else script} {arguments}".rstrip()
+
+
+def _show_submission(submission: Submission, more: list[str]) -> None:
+    printing.say(f"as job {submission.job} was submitted, in {submission.directory}:")
+    printing.say(f"  {_sbatch_line(submission, more)}")
+    for name, value in sorted(submission.environment.items()):
+        printing.say(f"  {name}={value}")
+    if not submission.path:
+        for line in submission.script.splitlines():
+            if line.startswith(("#SBATCH", "exec ")):
+                printing.say(f"  | {line}")
+    for each in submission.unknown:
+        printing.say(f"  not known: {each}")
+
+
+def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
+    """Submit it, and note the new job.
+
+    Raises:
+        StepkeeperError: Slurm refuses it.
+    """
+    try:
+        held = lease.read(run.path)
+    except lease.LeaseError as error:
+        raise StepkeeperError(str(error), ExitCode.RUN_DIRECTORY) from error
+    number = held.job_id if held is not None else submission.number
+    try:
+        job = requeue.submit(submission, run.path, number, more)
+    except SlurmError as error:
+        code = ExitCode.NO_SLURM if error.unreachable else ExitCode.START_FAILED
+        raise StepkeeperError(f"Slurm refuses the job: {error}", code) from error
+    try:
+        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=_log_of(job)))
+        find.remember(run.path, os.environ)
+    except OSError as error:
+        printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")
+    return job

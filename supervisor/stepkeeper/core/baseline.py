@@ -152,13 +152,19 @@ def steady_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     return soon if soon < silence_s(pace, policy, saving=saving) else None
 
 
+def is_even(pace: Pace) -> bool:
+    """Tell whether this launch has made enough steps to know what is unusual in it."""
+    return len(pace.recent) >= STEADY
+
+
 def certain_s(pace: Pace, policy: Policy, *, saving: bool) -> float | None:
     """Return after which silence the ranks are looked at for one that cannot go on; None where that is no first look.
 
     A few steps tell enough: the look ends nothing that would not be ended later.
     """
-    if saving or len(pace.recent) < ENOUGH:
+    if len(pace.recent) < ENOUGH or (saving and not pace.save):
         return None
     ordered = sorted(pace.recent)
     usual = ordered[math.ceil(CERTAIN_SHARE * len(ordered)) - 1]
-    return max(policy.hang_certain_s, CERTAIN_TIMES * usual, CERTAIN_LONGEST_TIMES * pace.longest)
+    soon = max(policy.hang_certain_s, CERTAIN_TIMES * usual, CERTAIN_LONGEST_TIMES * pace.longest)
+    return soon + CERTAIN_LONGEST_TIMES * pace.save if saving else soon

@@ -31,11 +31,13 @@ def places(state: State) -> tuple[str, ...]:
         wanted = len(state.launch.nodes)
     if len(state.nodes.usable) < wanted:
         wanted = _fewer(state, len(state.nodes.usable))
-    again = [node for node in state.nodes.usable if node in before]
+    known = frozenset(before)
+    again = [node for node in state.nodes.usable if node in known]
     if not again or len(again) > wanted:
         return close_nodes(again or state.nodes.usable, wanted, switches)
-    spares = [node for node in state.nodes.usable if node not in again]
-    found = replacements([node for node in before if node not in again], spares, switches)
+    kept = frozenset(again)
+    spares = [node for node in state.nodes.usable if node not in known]
+    found = replacements([node for node in before if node not in kept], spares, switches)
     if switches and state.identity.wrapped and wanted == len(before):
         return tuple(found.get(node, node) for node in before)
     chosen = {*again, *list(found.values())[: wanted - len(again)]}
@@ -94,7 +96,8 @@ def close_nodes(nodes: Sequence[str], wanted: int, switches: Switches) -> tuple[
     for level in range(1, levels + 1):
         smallest = _smallest(chosen, level, switches)
         while len(smallest) <= len(chosen) - wanted:
-            chosen = [node for node in chosen if node not in smallest]
+            unused = frozenset(smallest)
+            chosen = [node for node in chosen if node not in unused]
             smallest = _smallest(chosen, level, switches)
     while len(chosen) > wanted:
         chosen.remove(max(reversed(_groups(chosen, levels, switches)), key=len)[-1])
@@ -105,9 +108,11 @@ def replacements(missing: Sequence[str], spares: Sequence[str], switches: Switch
     """Return a spare for each missing node, as far as there are enough: the closest pairs come first."""
     pairs = [(-len(common(node, spare, switches)), node, spare) for node in missing for spare in spares]
     found: dict[str, str] = {}
+    taken: set[str] = set()
     for _, node, spare in sorted(pairs, key=lambda pair: pair[0]):
-        if node not in found and spare not in found.values():
+        if node not in found and spare not in taken:
             found[node] = spare
+            taken.add(spare)
     return found
 
 

@@ -137,7 +137,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     hang_certain_s: float = 3.0
     """So long a silence is looked at first, or one of ten steps (the 99th percentile) where that is longer: it ends the
-    launch only if a rank cannot go on before the next look would end it, and all others wait."""
+    launch only if a rank cannot go on before the next look would end it, or does nothing but sleep, and all others
+    wait."""
 
     loss_words: int = 5
     """Progress messages in a row (at most one a second) until a wrong loss counts: single ones pass."""
@@ -270,7 +271,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     hang_least_s: float = 120.0
     """No shorter silence ends a launch, with two exceptions.  Half a minute is enough in a run with even steps, where
-    no rank does anything.  Seconds are enough where a rank is stopped, or sleeps for longer than this."""
+    no rank does anything.  Seconds are enough where a rank is stopped, sleeps for longer than this, or only sleeps."""
 
     hang_most_s: float = 3600.0
     """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as

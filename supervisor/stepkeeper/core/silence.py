@@ -12,7 +12,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.baseline import certain_s, silence_s, steady_s
+from stepkeeper.core.baseline import certain_s, is_even, silence_s, steady_s
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.eviction import expecting
 from stepkeeper.core.phases import Decision, all_ready, kill_for, query_slurm_unprompted
@@ -122,7 +122,7 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
         return Decision(_not_watched(state), (), why)
     silence = state.silence
     lasts = event.sure_s > 0.0 and event.at + event.sure_s >= _next_look_at(state, event.at, policy)
-    if lasts and not event.moved:
+    if not event.moved and (lasts or (event.awaited and _is_unusual(state))):
         return _stands_still(state, event.at, event, policy)
     if silence.certain_s or (silence.early_s and (event.moved or not event.idle)):
         why = (because.StillMoves(stacks=event.summary, early=True),)
@@ -132,6 +132,14 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
         state = _wait_on(replace(state, silence=silence), event.at, policy)
         return Decision(state, (), (because.StillMoves(stacks=event.summary),))
     return _stands_still(state, event.at, event, policy)
+
+
+def _is_unusual(state: State) -> bool:
+    """Tell whether a rank that sleeps again and again is none that this run has been ended for since its last progress.
+
+    Whoever polls for something at each such step is ended once at most.
+    """
+    return is_even(state.pace) and all(each.cause is not Cause.HANG for each in state.budgets.tried)
 
 
 def _look_again(state: State, at: float, policy: Policy) -> State:

@@ -97,6 +97,16 @@ def says_it_all(where: str) -> bool:
     return where.startswith("waits in ")
 
 
+def in_own_code(frames: tuple[Frame, ...]) -> bool:
+    """Tell whether the innermost frame is the user's: no library, which may wait for something, has been called.
+
+    >>> own, library = Frame("/w/train.py", "9", "load"), Frame("/p/lib/python3.11/queue.py", "1", "get")
+    >>> in_own_code((own,)), in_own_code((library, own))
+    (True, False)
+    """
+    return bool(frames) and not _LIBRARY.search(frames[0].path) and not _OURS.search(frames[0].path)
+
+
 def below(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> Below:
     """Return the native code above the innermost Python frame.
 

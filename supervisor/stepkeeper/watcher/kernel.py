@@ -20,6 +20,7 @@ IDLE_CPU_SHARE = 0.05  # what else runs in an idle rank: heartbeats, threads tha
 IDLE_SWITCHES = 50  # of the main thread: who is busy with a network or a device sleeps and wakes oftener
 THREADS_MAX = 128  # in an account
 CHILDREN_MAX = 64
+FAMILY_MAX = 256  # processes below a rank; of more nothing is concluded
 FOREVER_S = 1e9  # what only another process ends
 _TIMER_ABSTIME = 1
 _TIMESPEC = struct.Struct("qq")
@@ -89,8 +90,13 @@ def call_of(pid: int, thread: int = 0) -> Call:
         return Call()
     if number < 0:
         return Call()
-    name = _NAMES.get(number, f"system call {number}")
+    name = name_of_call(number)
     return Call(name, _target(pid, int(words[1], 16)) if name in _OF_A_FILE and len(words) > 1 else "")
+
+
+def name_of_call(number: int) -> str:
+    """Return the name of a system call, or its number in words."""
+    return _NAMES.get(number, f"system call {number}")
 
 
 class Wait(NamedTuple):
@@ -140,6 +146,16 @@ def sure_s(before: Wait | None, after: Wait | None) -> float:
     (True, 0.0)
     """
     return after.left_s if after is not None and before == after else 0.0
+
+
+def sleeps_again(before: Wait | None, after: Wait | None) -> bool:
+    """Tell whether a process slept in two looks, and began anew in between: nobody knows when it goes on.
+
+    >>> first, second = Wait("asleep", 7.0), Wait("asleep", 9.0)
+    >>> sleeps_again(first, second), sleeps_again(first, first), sleeps_again(first, None)
+    (True, False, False)
+    """
+    return before is not None and after is not None and before.what == after.what == _ASLEEP and before != after
 
 
 def _target(pid: int, descriptor: int) -> str:
@@ -285,3 +301,43 @@ def rests(before: Life, after: Life, apart_s: float = 3.0) -> bool:
         and after.bytes_written - before.bytes_written < READ_LEAST
         and after.switches - before.switches < IDLE_SWITCHES
     )
+
+
+class Family(NamedTuple):
+    """A process, its threads and the processes below it."""
+
+    lives: dict[int, Life]  # of it and each process below it
+    waits_for_data: bool  # a thread of theirs is in a device or file system, or reads from a file or socket
+
+
+def of_family(pid: int) -> Family | None:
+    """Return what a process and those below it have used; None where they are too many."""
+    members = [pid]
+    for member in members:  # grows meanwhile
+        members += [child for child in children(member) if child not in members]
+        if len(members) > FAMILY_MAX:
+            return None
+    waits = any(_waits_for_data(member, thread) for member in members for thread in _threads(member))
+    return Family({member: of_life(member) for member in members}, waits)
+
+
+def _waits_for_data(pid: int, thread: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False  # it has ended
+    return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+
+
+def family_rests(before: Family | None, after: Family | None, apart_s: float) -> bool:
+    """Tell whether a process and all below it are sure to have done nothing, and wait for no data.
+
+    >>> family = Family({7: Life(1.0, 7, 7, 100)}, False)
+    >>> family_rests(family, family, 3.0), family_rests(family, family._replace(waits_for_data=True), 3.0)
+    (True, False)
+    """
+    if before is None or after is None or before.waits_for_data or after.waits_for_data:
+        return False
+    if before.lives.keys() != after.lives.keys():
+        return False
+    return all(rests(life, after.lives[member], apart_s) for member, life in before.lives.items())

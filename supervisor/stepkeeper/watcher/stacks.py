@@ -15,17 +15,32 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, catches
-from stepkeeper.watcher.frames import Below, Doing, Frame, below, describe, of_faulthandler, of_py_spy, says_it_all
+from stepkeeper.watcher.frames import (
+    Below,
+    Doing,
+    Frame,
+    below,
+    describe,
+    in_own_code,
+    of_faulthandler,
+    of_py_spy,
+    says_it_all,
+)
 from stepkeeper.watcher.messages import Assignment
+from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
+TRACED_SHARE = 0.7  # of that: how long a rank is traced that was asleep in both
+SLEEPS_LEAST = 3  # in that time: the first is the one that it was in, so two whole rounds of a loop are seen
 DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
 STUCK_FOR_S = 1.5  # ranks that cannot handle a signal are not waited for longer
@@ -114,10 +129,21 @@ class StackTaker:
             first = self._sample(spy, wanted.launch, pids)
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
+            families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
             time.sleep(self._apart_s)
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            slept = {
+                rank: pids[rank]
+                for rank, family in families.items()
+                if kernel.sleeps_again(waited[rank], waits_on[rank])
+                and kernel.family_rests(family, kernel.of_family(pids[rank]), self._apart_s)
+            }
             second = self._sample(spy, wanted.launch, pids)
+            same = {
+                rank: pid for rank, pid in slept.items() if in_own_code(first[rank]) and first[rank] == second[rank]
+            }
+            asleep = self._sleep_on(spy, wanted.launch, same, second) if same else frozenset[int]()
             stands: dict[int, int] = {}  # pids of ranks that do
             plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
@@ -143,6 +169,7 @@ class StackTaker:
                     moved=moved,
                     idle=rests,
                     sure_s=kernel.sure_s(waited[rank], waits_on[rank]) if stays else 0.0,
+                    sleeps=rank in asleep,
                 )
                 self._say(stood)
             if not wanted.brief:
@@ -159,6 +186,24 @@ class StackTaker:
         finally:
             self._files.close(0.0)
             self._busy.release()
+
+    def _sleep_on(
+        self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
+    ) -> frozenset[int]:
+        """Return the ranks that do nothing but sleep, at the same line: who asks for something in between may go on."""
+        families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
+        seconds = TRACED_SHARE * self._apart_s
+        begun_at = time.monotonic()
+        with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
+            traced = dict(zip(pids, threads.map(calls_made, pids.values(), repeat(seconds)), strict=True))
+        took_s = time.monotonic() - begun_at
+        slept = {
+            rank: pid
+            for rank, pid in pids.items()
+            if only_sleeps(traced[rank]) and kernel.family_rests(families[rank], kernel.of_family(pid), took_s)
+        }
+        third = self._sample(spy, launch, slept)
+        return frozenset(rank for rank in slept if third[rank] == before[rank])
 
     # --- Python -----------------------------------------------------------------------------------
 
@@ -251,6 +296,17 @@ class StackTaker:
 
     def _file(self, launch: int, rank: int) -> Path:
         return collectives.stacks_file(Path(self._assignment.run_directory), self._assignment.attempt, launch, rank)
+
+
+def only_sleeps(calls: tuple[str, ...] | None) -> bool:
+    """Tell whether a rank slept again and again, and asked the kernel for nothing else.
+
+    >>> only_sleeps(("clock_nanosleep",) * 3), only_sleeps(("clock_nanosleep",)), only_sleeps(None)
+    (True, False, False)
+    >>> only_sleeps(("clock_nanosleep", "newfstatat", "clock_nanosleep", "newfstatat"))
+    False
+    """
+    return calls is not None and len(calls) >= SLEEPS_LEAST and set(calls) == {"clock_nanosleep"}
 
 
 def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from stepkeeper_trainer.engines.lightning import StepkeeperCheckpoints
 
-ROWS, BATCH = 80, 4
+ROWS, BATCH = 80, 4  # an epoch is 10 batches of each rank
 
 
 def row(index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +22,7 @@ def row(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 class Data(Dataset):
     def __len__(self) -> int:
-        return ROWS
+        return ROWS // 2 if shuffled else ROWS
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return row(index)
@@ -71,6 +71,7 @@ shared.tell()
 shared.seed()
 variant = options.variant
 sharded, evaluating = variant == "sharded", variant == "evaluating"
+shuffled = variant == "shuffled"  # by each rank's own generator, and with a validation at the end of each epoch
 if variant == "streaming":
     loader = DataLoader(Stream(), batch_size=BATCH)
 else:
@@ -83,7 +84,8 @@ trainer = lightning.Trainer(
     else DDPStrategy(process_group_backend="gloo"),
     max_steps=options.steps,
     accumulate_grad_batches=2 if variant == "accumulating" else 1,
-    limit_val_batches=1.0 if evaluating else 0,
+    use_distributed_sampler=not shuffled,
+    limit_val_batches=1.0 if evaluating else 2 if shuffled else 0,
     val_check_interval=options.every if evaluating else None,
     check_val_every_n_epoch=None if evaluating else 1,
     callbacks=[StepkeeperCheckpoints(run_dir=options.out, retention="all", every=options.every)],

@@ -68,7 +68,7 @@ container, loader, train_state = Optimizers(), Loader(), TrainState()
 [optimizer] = container.optimizers
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
 config = StepkeeperCheckpointManager.Config(
-    enable=True, interval=options.every, keep_latest_k=0, run_dir=options.out, total_steps=options.steps
+    enable=True, interval=options.every, keep_latest_k=0, folder=".", total_steps=options.steps
 )
 checkpointer = config.build(
     dataloader=loader,

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 from stepkeeper_trainer.engines.training import (
     Engine,
     Options,
+    check_doors,
     check_options,
     check_version,
     numbers_of,
@@ -44,7 +45,10 @@ DOORS = (
     "_load_rng_state",
     "_save_checkpoint",
     "_evaluate",
+    "_load_callback_state",
 )
+SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+"""Of losses; a Trainer has them when its training has begun."""
 
 
 def save_with_stepkeeper(trainer: Any, *, also: Mapping[str, Stateful] | None = None, **options: Any) -> None:
@@ -66,8 +70,7 @@ def save_with_stepkeeper(trainer: Any, *, also: Mapping[str, Stateful] | None = 
             exactly: which, and what to do.
     """
     check_version(("transformers",), SINCE, BEFORE)
-    missing = [name for name in DOORS if not callable(getattr(trainer, name, None))]
-    refuse([(bool(missing), f"a {type(trainer).__name__} without {', '.join(missing)}", "use transformers' own")])
+    check_doors(trainer, DOORS)
     _check(trainer)
     _Saves(trainer, dict(also or {}), check_options(options)).install()
 
@@ -193,6 +196,7 @@ class _Saves(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer has begun to sum up losses anew: put back what it had summed up."""
+        check_doors(self._trainer, SUMS)
         self._position.put_sums_back()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -6,6 +6,7 @@ loops and optimizers: models are wrapped by then, and no loop has begun.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 import sys
@@ -15,20 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from stepkeeper_trainer.engines.training import Engine, check_options, check_version, of_rank, own, refuse
+from stepkeeper_trainer.engines.training import (
+    Engine,
+    check_doors,
+    check_options,
+    check_version,
+    of_rank,
+    own,
+    refuse,
+)
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.load.resume import LATEST
 from stepkeeper_trainer.state import random_state
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
-    from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.trainer import call
+    from lightning.pytorch.utilities import CombinedLoader
 else:
-    from lightning_fabric.utilities.data import _set_sampler_epoch
     from pytorch_lightning.callbacks import Checkpoint
-    from pytorch_lightning.trainer import call
+    from pytorch_lightning.utilities import CombinedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +44,21 @@ if TYPE_CHECKING:
 
 SINCE, BEFORE = (2, 6), (2, 7)
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-DOORS = ("resume_start", "restore_training_state", "restore_callbacks", "restore_loops", "_get_loops_state_dict")
+VALIDATION = "fit_loop.epoch_loop.val_loop"
+VALIDATES = ("run", "increment_progress_to_evaluation_end")  # the second where a resume leaves a validation out
+DOORS = (
+    "_checkpoint_connector._loaded_checkpoint",
+    "_checkpoint_connector.resume_start",
+    "_checkpoint_connector.restore_callbacks",
+    "_checkpoint_connector.restore_datamodule",
+    "_checkpoint_connector.restore_loops",
+    "_checkpoint_connector.restore_precision_plugin_state",
+    "_checkpoint_connector.restore_training_state",
+    "fit_loop._data_fetcher",
+    "fit_loop._load_combined_loader_states",
+    "fit_loop.epoch_loop.on_run_start",
+    *(f"{VALIDATION}.{name}" for name in VALIDATES),
+)
 
 
 class StepkeeperCheckpoints(Checkpoint):
@@ -69,7 +90,6 @@ class StepkeeperCheckpoints(Checkpoint):
         self._progress: _Progress | None = None
         self._step = 0
         self._random_due = False
-        self._random_before: dict[str, Any] | None = None  # a validation
         self._metrics: dict[str, float] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -80,22 +100,32 @@ class StepkeeperCheckpoints(Checkpoint):
         """
         if stage != "fit":
             return
-        connector = trainer._checkpoint_connector  # noqa: SLF001  # there is no other door
         _check(trainer, pl_module)
+        connector = trainer._checkpoint_connector  # noqa: SLF001  # there is no other door
         if self._engine is not None:
             raise UsageError("fit() was called a second time: with our checkpoints a process trains once")
         self._progress = _Progress(trainer)
         connector.resume_start = self._note_path
         connector.restore_training_state = lambda: self._begin(trainer)
         fit_loop = trainer.fit_loop
-        load_states = fit_loop._load_combined_loader_states  # noqa: SLF001
+        validation = fit_loop.epoch_loop.val_loop
+        for name in VALIDATES:
+            setattr(validation, name, _leaving_no_trace(getattr(validation, name)))
+        load_states, begin_epoch = fit_loop._load_combined_loader_states, fit_loop.epoch_loop.on_run_start  # noqa: SLF001
+        progress = self._progress
 
         def load_and_note() -> None:
             load_states()
-            assert self._progress is not None, "setup has made it"
-            self._progress.epoch_random = torch.get_rng_state()  # the iterator over the data is made right after it
+            if not fit_loop.is_resuming:
+                progress.note_random()  # the iterator over the data is made right after it
+
+        def note_and_begin(data_fetcher: Any) -> None:
+            if fit_loop.epoch_progress.current.processed > 0 and not fit_loop.is_resuming:
+                progress.note_random()  # the iterator over the data of another epoch is made in it
+            begin_epoch(data_fetcher)
 
         fit_loop._load_combined_loader_states = load_and_note  # noqa: SLF001
+        fit_loop.epoch_loop.on_run_start = note_and_begin
 
     def _note_path(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:  # noqa: FBT001
         """Take a step directory that the script names.
@@ -135,13 +165,6 @@ class StepkeeperCheckpoints(Checkpoint):
         """Have the data go on where it was."""
         if self._random_due and self._progress is not None and self._engine is not None:
             self._random_due = self._progress.find_place(self._engine.manager.restore_random_state)
-            if trainer.enable_validation:  # at the end of an epoch it comes first: the save was before it
-                self._random_before = random_state.capture()
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take down what a shuffle of this epoch is drawn from."""
-        if trainer.current_epoch > 0 and self._progress is not None:
-            self._progress.epoch_random = torch.get_rng_state()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Put back the random generators: making the iterator over the data has drawn from them."""
@@ -151,8 +174,6 @@ class StepkeeperCheckpoints(Checkpoint):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Say that a step is complete; leave where the ranks are to stop."""
-        if trainer.enable_validation:  # it begins right behind this, and makes its iterators before it says so
-            self._random_before = random_state.capture()
         if self._engine is None or trainer.global_step == self._step:
             return  # a batch whose gradients are accumulated
         self._step = trainer.global_step
@@ -165,13 +186,7 @@ class StepkeeperCheckpoints(Checkpoint):
             self._engine.alive()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the metrics for the next step's record.
-
-        A validation draws from the random generators without a trace: one that a notice cuts off is not repeated.
-        """
-        if self._random_before is not None:
-            random_state.restore(random_state.as_tensors(self._random_before))
-            self._random_before = None
+        """Keep the metrics for the next step's record."""
         self._metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -191,11 +206,10 @@ def _check(trainer: Any, module: Any) -> None:
     Raises:
         UsageError: what, and what to do.
     """
+    check_doors(trainer, DOORS)
     kind = type(trainer.strategy).__name__
-    missing = [name for name in DOORS if not callable(getattr(trainer._checkpoint_connector, name, None))]  # noqa: SLF001
     refuse(
         [
-            (bool(missing), f"a Trainer without {', '.join(missing)}", "use Lightning's own"),
             (kind not in STRATEGIES, f"{kind}, which holds the state itself",
              f"use {', '.join(STRATEGIES)}, or let Lightning save by itself under `stepkeeper run --attach auto`"),
             (not module.automatic_optimization, "manual optimization, which counts steps otherwise",
@@ -203,6 +217,23 @@ def _check(trainer: Any, module: Any) -> None:
             (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs", "set it to 0"),
         ]
     )  # fmt: skip
+
+
+def _leaving_no_trace(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a validation that leaves the random generators as they were.
+
+    One that a notice cuts off is not repeated, and Lightning leaves out one that was due where a resume begins, though
+    it makes its iterators: the training's draws must not go by either.
+    """
+
+    @functools.wraps(validate)
+    def validate_and_put_back(*arguments: Any, **named: Any) -> Any:
+        before = random_state.collect()
+        result = validate(*arguments, **named)
+        random_state.restore(before)
+        return result
+
+    return validate_and_put_back
 
 
 def _numbered(name: str, parts: list[Any]) -> dict[str, Any]:
@@ -214,27 +245,31 @@ class _Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.epoch_random = torch.get_rng_state()
+        self.note_random()
+
+    def note_random(self) -> None:
+        """Take down what this epoch's iterator over the data, and its shuffle, draw from."""
+        self._epoch_random = torch.get_rng_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning puts into its own checkpoints, but for weights, optimizers and schedules."""
         trainer = self._trainer
-        connector, module, data = trainer._checkpoint_connector, trainer.lightning_module, trainer.datamodule  # noqa: SLF001
-        precision = trainer.precision_plugin
+        module, data, precision = trainer.lightning_module, trainer.datamodule, trainer.precision_plugin
         checkpoint = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "pytorch-lightning_version": _version(),
-            "loops": connector._get_loops_state_dict(),  # noqa: SLF001
-            "callbacks": call._call_callbacks_state_dict(trainer),  # noqa: SLF001
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "callbacks": {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())},
         }
         if state := precision.state_dict():
             checkpoint[type(precision).__qualname__] = state
         if data is not None and (state := data.state_dict()):
             checkpoint[type(data).__qualname__] = state
-        call._call_callbacks_on_save_checkpoint(trainer, checkpoint)  # noqa: SLF001
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, checkpoint)
         module.on_save_checkpoint(checkpoint)
-        return {"lightning": checkpoint, "epoch_random": of_rank(self.epoch_random)}
+        return {"lightning": checkpoint, "epoch_random": of_rank(self._epoch_random)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have Lightning take it back by its own methods."""
@@ -247,7 +282,7 @@ class _Progress:
         connector.restore_precision_plugin_state()
         connector.restore_loops()
         connector._loaded_checkpoint = {}  # noqa: SLF001
-        self.epoch_random = own(state["epoch_random"])
+        self._epoch_random = own(state["epoch_random"])
 
     def reshard(self, states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
         """Return the state for another number of ranks: rank 0's, as in Lightning's own checkpoints."""
@@ -262,8 +297,8 @@ class _Progress:
         Returns:
             Whether the random generators are to be put back before the first batch.
         """
-        loop = self._trainer.fit_loop
-        loaders = loop._combined_loader.flattened  # noqa: SLF001
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
         stateful = [hasattr(each, "load_state_dict") for each in loaders]
         if all(stateful):
             return True
@@ -271,7 +306,7 @@ class _Progress:
         progress = loop.epoch_loop.batch_progress
         done = 0 if progress.is_last_batch else progress.current.ready
         for loader in loaders:
-            _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+            _set_epoch(loader, loop.epoch_progress.current.processed)
         by_index = (
             len(loaders) == 1
             and type(getattr(loaders[0], "batch_sampler", None)) is BatchSampler
@@ -281,9 +316,10 @@ class _Progress:
             sampler = loaders[0].batch_sampler
             sampler.sampler = _Behind(sampler.sampler, done * sampler.batch_size)
         if done:
-            torch.set_rng_state(self.epoch_random)
+            torch.set_rng_state(self._epoch_random)
         else:
             restore_random_state()
+            self.note_random()
         fetcher = loop._data_fetcher  # noqa: SLF001
         iter(fetcher)
         for _ in range(0 if by_index else done):
@@ -291,6 +327,14 @@ class _Progress:
         if not by_index:
             fetcher.fetched -= done  # the loop adds them
         return done > 0
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell its samplers the epoch, as Lightning does before it makes an iterator."""
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 class _Behind:

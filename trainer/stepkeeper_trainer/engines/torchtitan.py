@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,8 @@ class StepkeeperCheckpointManager(BaseCheckpointManager):
         config, options = self._config, {}
         if config.run_dir:
             options["run_dir"] = config.run_dir
+        elif not os.environ.get("STEPKEEPER_RUN_DIR"):
+            options["run_dir"] = os.path.join(self._folder, config.folder)
         retention = f"newest {config.keep_latest_k}" if config.keep_latest_k else "all"
         self._engine = Engine(
             self._parts,

@@ -53,6 +53,30 @@ def check_version(distributions: tuple[str, ...], since: tuple[int, ...], before
     raise UsageError(f"{distributions[0]} is not installed as a package, so its version is not known: install it")
 
 
+def check_doors(holder: Any, doors: Iterable[str]) -> None:
+    """Refuse a framework that has not what our checkpoints need of its inside: nothing else would say so.
+
+    Args:
+        holder: an object of the framework.
+        doors: attributes below it, with dots.
+
+    Raises:
+        UsageError: which it has not.
+    """
+    missing = [door for door in doors if not _has(holder, door)]
+    kind = type(holder)
+    release = f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
+    refuse([(bool(missing), f"a {release} that has no {', '.join(missing)}", "use the framework's own class")])
+
+
+def _has(holder: Any, door: str) -> bool:
+    for name in door.split("."):
+        if not hasattr(holder, name):
+            return False
+        holder = getattr(holder, name)
+    return True
+
+
 def refuse(reasons: Iterable[tuple[bool, str, str]]) -> None:
     """Refuse a configuration that could not be kept exactly.
 

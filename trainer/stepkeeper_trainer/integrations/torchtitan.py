@@ -24,8 +24,8 @@ _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 def install(module: ModuleType) -> None:
     """Look at what is asked for where the loop may save, and hear the batches of a validation."""
     if hasattr(module, "CheckpointManager"):
-        _follow_saves(module.CheckpointManager)
         _guard_whole_ones(module.CheckpointManager)
+        _follow_saves(module.CheckpointManager)
     else:
         _attach_to_validation(module.Validator)
 

@@ -18,6 +18,7 @@ from stepkeeper import __version__, wrapper
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import PatientStream
+from stepkeeper.loop_tools import shown
 from stepkeeper.run_store import paths
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd
@@ -350,7 +351,13 @@ class Launch:
         Raises:
             ForeignError: there is none.
         """
-        found = foreign.convert(self._meeting.resume_from, ranks, lambda: self._killed)
+        try:
+            found = foreign.convert(self._meeting.resume_from, ranks, lambda: self._killed)
+        except ForeignError:
+            raise
+        except Exception as error:
+            self._inbox.failed(Part.FRAMEWORK, error)
+            raise ForeignError(f"the checkpoint could not be prepared for {ranks} ranks: {shown(error)}") from error
         if found == self._meeting.resume_from:
             return self._meeting
         return msgspec.structs.replace(self._meeting, resume_from=found, arguments=foreign.arguments(found))

@@ -88,6 +88,7 @@ class StackCollector:
                 rank=suspect.rank if suspect is not None else None,
                 node=suspect.node if suspect is not None else "",
                 sure_s=find_sure_s(stood, standstills) if known else 0.0,
+                awaited=known and is_awaited(stood, standstills),
             )
         )
 
@@ -101,16 +102,35 @@ def find_sure_s(stood: Sequence[lines.Stood], standstills: Sequence[collectives.
     others = [each for each in stood if each not in sure]
     if not sure:
         return 0.0
-    late = {each.rank for each in sure}
-    waiting = {rank for still in standstills if late & set(still.suspects) for rank in still.ranks}
+    waiting = _find_waiting({each.rank for each in sure}, others, standstills)
     stopped = any(each.halted for each in sure)
-    for each in others:
-        waits = each.rank in waiting or (each.waits and (each.idle or says_it_all(each.where)))
-        if each.moved or not (waits or (stopped and each.idle)):
-            return 0.0
-    if not stopped and not others:  # all of them sleep: a script that waits for its hour
+    if any(each.moved or not (each.rank in waiting or (stopped and each.idle)) for each in others):
+        return 0.0
+    # all of them sleep: a script that waits for its hour; all are stopped: by who goes on with all
+    if not others and (not stopped or len(sure) > 1):
         return 0.0
     return max(each.sure_s for each in sure)
+
+
+def is_awaited(stood: Sequence[lines.Stood], standstills: Sequence[collectives.Standstill] = ()) -> bool:
+    """Tell whether one rank only sleeps, and each of the others waits in a collective that it has not come to."""
+    asleep = [each for each in stood if each.sleeps and not each.moved]
+    others = [each for each in stood if each not in asleep]
+    if len(asleep) != 1 or not others or any(each.moved for each in others):
+        return False
+    late = asleep[0].rank
+    if standstills and collectives.find_suspect(standstills) != late:  # the recorders know of somebody else, or nothing
+        return False
+    return _find_waiting({late}, others, standstills) == {each.rank for each in others}
+
+
+def _find_waiting(
+    late: set[int], others: Sequence[lines.Stood], standstills: Sequence[collectives.Standstill]
+) -> set[int]:
+    """Return which others wait for ranks: by their stacks, or for those that are late by the flight recorders."""
+    waiting = {rank for still in standstills if late & set(still.suspects) for rank in still.ranks}
+    by_stack = {each.rank for each in others if each.waits and (each.idle or says_it_all(each.where))}
+    return {each.rank for each in others} & (waiting | by_stack)
 
 
 def with_below(stood: lines.Stood, below: str) -> lines.Stood:

@@ -211,7 +211,7 @@ def test_a_stranger_who_drips_bytes_is_left_and_holds_up_nobody(
     assert set(disks[1].files(here(disks[1]))) == set(FILES)
     assert left.wait(LATE_S), "he is left"
     assert served_s < 10 * PROVED_WITHIN_S
-    assert "did not prove within 1 s" in caplog.text
+    assert "peer_copy_refused" in caplog.text  # one is reported every so often: this one, or one that broke before it
     dripping.join(LATE_S)
 
 

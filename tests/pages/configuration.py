@@ -8,13 +8,13 @@ from tests.pages.tables import MADE
 
 _LEAD = """
 `stepkeeper run --print-config` shows every setting with its value, its unit and where it came from (`--json` for
-programs), and `stepkeeper run --dry-run -- CMD` what would be started.  Neither needs Slurm.
+programs).  `stepkeeper run --dry-run -- CMD` shows what would be started.  Neither needs Slurm.
 
 The first of these that sets a key wins:
 
 1. the command line: the setting's own option, or `--set KEY=VALUE`
 2. the environment: `STEPKEEPER_...` at submission, or in the batch script; an empty variable sets nothing
-3. `config.toml` in the run directory: read at the start of each attempt, so a change holds from the next one on
+3. `config.toml` in the run directory: read at the start of each attempt, so a change holds from the next one
 4. `config.toml` in `~/.config/stepkeeper` (`$XDG_CONFIG_HOME/stepkeeper`)
 5. `/etc/stepkeeper/config.toml`, the administrator's
 6. the default
@@ -27,17 +27,20 @@ free_gib_min = 50
 failures_max = 5
 ```
 
-A key or a `STEPKEEPER_` variable that is not known, a value of another kind or out of range, a file that cannot be
-read: each ends the start with exit code 2, and with the file, the line and what is wanted.  So does a file that
-somebody else could have written: one that is neither yours nor root's, or that everybody may write (the
-administrator's: its group, too).
+Each of these ends the start with exit code 2.  The error names the file, the line and what is wanted:
 
-By what an attempt went stands in `attempts/attempt-000/config.json` of the run directory.
+- a key or a `STEPKEEPER_` variable that is not known
+- a value of another kind or out of range
+- a file that cannot be read
+- a file that is neither yours nor root's
+- a file that everybody may write (for the administrator's, also one that its group may write)
+
+`attempts/attempt-000/config.json` of the run directory has the settings of an attempt.
 
 ## Locks
 
-The administrator can lock keys.  A locked key that is set anywhere else, also to the same value, is an error which
-names the file and the administrator's value.
+The administrator can lock keys.  A locked key that is set anywhere else, also to the same value, is an error.
+The error names the file and the administrator's value.
 
 ```toml
 # /etc/stepkeeper/config.toml

@@ -47,7 +47,7 @@ def page() -> str:
         "",
         "## Events",
         "",
-        "Every event has its name in `event`, and in `at` the instant in Unix seconds, which never goes",
+        "Every event has its name in `event`, and its instant in `at`, in Unix seconds. The instant never goes",
         "backwards within an attempt.",
         "",
     ]
@@ -64,7 +64,7 @@ def page() -> str:
     for structure in _inside():
         out += [f"### {structure.__name__}", "", inspect.cleandoc(_doc(structure)), ""]
         if issubclass(structure, StrEnum):
-            out += [f"One of {', '.join(f'`{each.value}`' for each in structure)}.", ""]
+            out += ["One of these:", "", *(f"- `{each.value}`" for each in structure), ""]
         else:
             out += _fields(structure, sys.modules[structure.__module__], ())
     return "\n".join(out).rstrip() + "\n"

@@ -112,15 +112,15 @@ The supervisor writes text for people into the job's log (the file of `sbatch --
 
     [stepkeeper 2026-09-21 10:00:00] decision: the nodes are clear and fit (phase=training effects=start_launch)
 
-The instant is in the time zone of the node; `WARNING` stands before the name of what somebody should look at.
+The instant is in the time zone of the node. `WARNING` stands before the name of what somebody should check.
 `--log-format json` (`STEPKEEPER_LOG_FORMAT=json`) writes JSON lines there instead. Programs need not ask for that:
-the same lines are always in `logs/attempt-000/supervisor.jsonl` of the run directory, a file for each attempt. The
+`logs/attempt-000/supervisor.jsonl` of the run directory always has the same lines. Each attempt has its own file. The
 node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
 supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is reported. What looks like a token, a
 key or a secret is replaced. The journal is in [events.md](events.md).
 
-What the ranks print is not in the job's log: each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
-directory, as the first line of the job's log says. `stepkeeper logs RUN --follow` shows it, over relaunches and
+What the ranks print is not in the job's log. Each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
+directory. The first line of the job's log says so. `stepkeeper logs RUN --follow` shows it, over relaunches and
 requeues; `stepkeeper logs RUN --failed` shows what the rank that failed first printed last.
 """
 

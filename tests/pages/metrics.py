@@ -12,13 +12,13 @@ _TEXT = """# Metrics for Prometheus
     stepkeeper run --metrics-textfile /var/lib/node_exporter/textfile -- CMD    # for node_exporter
     stepkeeper run --metrics-port 9400 -- CMD                                   # http://127.0.0.1:9400/metrics
 
-Both come from the supervisor, on the batch node, and neither can slow or end the run: what cannot be written or served
-is logged (`metrics_not_written`, `metrics_not_served`), and training goes on. Sites set them once, in
+Both come from the supervisor, on the batch node, and neither can slow or end the run. The supervisor logs what it
+cannot write or serve (`metrics_not_written`, `metrics_not_served`), and training continues. Sites set them once, in
 `/etc/stepkeeper` ([configuration](configuration.md)).
 
-The file is `stepkeeper-RUNID.prom`, replaced atomically every 15 s, and removed when the supervisor ends: the next
-attempt may run on another node. Where the run has stopped and needs a person (exit codes from 20 on), it stays, so that
-an alert can be made of it; the next attempt on that node replaces it. After a `kill -9` it stays too, and
+The file is `stepkeeper-RUNID.prom`. The supervisor replaces it atomically every 15 s. It removes the file at its end,
+because the next attempt may run on another node. Where the run has stopped and needs a person (exit codes from 20 on),
+the file stays for an alert. The next attempt on that node replaces it. After a `kill -9` it stays too, and
 `stepkeeper_updated_timestamp_seconds` says.
 node_exporter must be able to read it, and you must be able to write the directory.
 

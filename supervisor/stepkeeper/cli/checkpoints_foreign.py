@@ -252,7 +252,7 @@ def add_repair(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         help="have the pointer file of another framework name the newest verified checkpoint",
         description="Say which pointer file of another framework (`latest`, `latest_checkpointed_iteration.txt`, ...) "
         "names another checkpoint than the newest verified and resumable one.  With --apply, rewrite it by atomic "
-        "replace.  Exit code 0: all is right, or was put right; 41: something is to be done, or was refused; 1: no "
+        "replace.  Exit code 0: all is right, or was put right.  41: something is to be done, or was refused.  1: no "
         "checkpoint is verified and resumable, and nothing was changed.",
     )
     command.add_argument("where", metavar="DIR", help="directory of the checkpoints")

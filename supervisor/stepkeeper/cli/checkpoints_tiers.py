@@ -61,7 +61,7 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "copy",
         help="copy steps to another tier, or back",
         description="Copy a step to another place, or the newest verified one back from there.  Each chunk is compared "
-        "with the manifest on its way, and what was written is read back; what was interrupted goes on.",
+        "with the manifest on its way, and what was written is read back.  An interrupted copy resumes.",
     )
     copy.add_argument("where", metavar="RUN", help="run directory, its checkpoints/, or job id")
     way = copy.add_mutually_exclusive_group(required=True)

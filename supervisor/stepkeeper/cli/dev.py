@@ -49,7 +49,7 @@ def _add_replay(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command = actions.add_parser(
         "replay",
         help="decide a real run again",
-        description="Feed the events of a journal to the rules of this version, and show the first decision that "
+        description="Feed the events of a journal to the rules of this version.  Show the first decision that "
         "differs from what was decided then.  Each attempt goes by its own recorded policy.  Ends with 1 where "
         "something differs.",
     )
@@ -195,9 +195,9 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="play a scenario, or months of a large run",
         description="With FILE: play scenarios through the rules and print what they decide after each event "
-        "(docs/simulate.md has the format).  Without: simulate months of a run whose nodes fail at a published rate, "
-        "and print which share of the time becomes progress (ETTR), and where the rest goes, for each choice of "
-        "interval and spares.  The world is simulated; what is done is decided by the real rules.",
+        "(docs/simulate.md has the format).  Without: simulate months of a run whose nodes fail at a published "
+        "rate.  For each choice of interval and spares, print which share of the time becomes progress (ETTR).  Also "
+        "print where the rest goes.  The world is simulated.  The real rules decide what is done.",
     )
     defaults = World()
     command.add_argument("files", nargs="*", metavar="FILE", type=Path, help="scenarios to play instead")
@@ -372,8 +372,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     inject = actions.add_parser(
         "inject",
         help="write a fault into the kernel log",
-        description="Write a fault into the kernel log, as the NVIDIA driver would.  Root only, and only where the "
-        "agent's configuration has `allow_injected = true` in its [test] table: the agent drains the node on it.",
+        description="Write a fault into the kernel log, as the NVIDIA driver would.  Root only.  The agent drains "
+        "the node on it, so its configuration must have `allow_injected = true` in its [test] table.",
     )
     inject.add_argument("kind", choices=("xid",), help="what kind of fault")
     inject.add_argument("code", type=int, help="its number, as in `stepkeeper xid`")

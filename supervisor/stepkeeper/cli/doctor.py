@@ -145,9 +145,9 @@ def _add_selftest(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     command = subcommands.add_parser(
         "selftest",
         help="prove on this cluster that a killed and requeued training loses nothing",
-        description="Submit two short jobs of the same small training.  One is left alone; of the other all ranks are "
-        "killed, and then gets the notice of its time limit, so that it saves and requeues itself.  Their losses "
-        "must be equal.  About three minutes, plus the queue.  Exit code 0: passed.",
+        description="Submit two short jobs of the same small training.  One is left alone.  The command kills all "
+        "ranks of the other.  That job then gets the notice of its time limit, saves and requeues itself.  Their "
+        "losses must be equal.  About three minutes, plus the queue.  Exit code 0: passed.",
     )
     command.add_argument("-p", "--partition", metavar="NAME", help="default: the cluster's")
     command.add_argument("-A", "--account", metavar="NAME", help="who pays")

@@ -346,7 +346,7 @@ def _read(path: Path) -> ledger.Book:
 
 # `stepkeeper node check`: is this node fit?  Speaks the language of Nagios plugins.
 #
-# Exit codes: 0 fit, 1 fit but look at it, 2 not fit (a check that hangs counts as that), 3 not known: a mistake in the
+# Exit codes: 0 fit, 1 fit with a warning, 2 not fit (a check that hangs counts as that), 3 not known: a mistake in the
 # call, or the command itself did not end in time.
 
 OK, WARNING, CRITICAL, UNKNOWN = range(4)
@@ -380,11 +380,11 @@ def _add_check(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     try:
         check = subcommands.add_parser(
             "check",
-            help="look once whether this node is fit; exit codes of Nagios",
-            description="Look once whether this node is fit: GPUs, storage.  Needs neither root nor the agent, changes "
-            "nothing, and ends in time whatever hangs.  Exit codes as Nagios has them: 0 fit, 1 fit but look at it, "
-            "2 not fit (a check that hangs is that), 3 not known.  Slurm's HealthCheckProgram ignores the exit code: "
-            "what shall follow from it is the site's script to say, or the node agent's.",
+            help="check once whether this node is fit; exit codes of Nagios",
+            description="Check once whether this node is fit: GPUs, storage.  Needs neither root nor the agent, "
+            "changes nothing, and ends in time whatever hangs.  Exit codes as Nagios has them: 0 fit, 1 fit with a "
+            "warning, 2 not fit, 3 not known.  A check that hangs is 2.  Slurm's HealthCheckProgram ignores the exit "
+            "code.  The site's script or the node agent decides what follows from it.",
             allow_abbrev=False,
         )
     finally:

@@ -26,9 +26,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "report",
         help="what happened in a run, and where its time went: one HTML page",
-        description="Write what happened in a run as one HTML page without any external part: attempts, launches and "
-        "nodes over time, where the hours went, ETTR and goodput, the loss across all resumes, step directories, "
-        "failures and incidents (docs/report.md).",
+        description="Write what happened in a run as one HTML page without any external part (docs/report.md).  It "
+        "shows attempts, launches and nodes over time, where the hours went, ETTR and goodput.  It also shows the loss "
+        "across all resumes, step directories, failures and incidents.",
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id (default: as `status`)")
     command.add_argument("-o", "--output", metavar="FILE", help="where to write (default: report.html; -: stdout)")

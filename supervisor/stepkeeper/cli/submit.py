@@ -48,8 +48,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "submit",
         help="render a batch script for this cluster, check it, and submit it",
-        description="Render a batch script for this cluster, have Slurm check it, and submit it: "
-        "stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py",
+        description="Render a batch script for this cluster, have Slurm check it, and submit it.  Example: "
+        "`stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py`.",
     )
     job = command.add_argument_group("job")
     job.add_argument("-N", "--nodes", metavar="N", default="1", help="nodes, spares included (default: 1)")

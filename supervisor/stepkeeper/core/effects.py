@@ -191,8 +191,8 @@ class AskIdleNodes(_Effect, frozen=True, kw_only=True, tag="ask_idle_nodes"):
 class AskSlurm(_Effect, frozen=True, kw_only=True, tag="ask_slurm"):
     """Ask Slurm for the facts of our job; always answered by `SlurmAnswered`, within the client's time limit.
 
-    `decide` asks no second question before the answer, and in TRAINING with all watchers there it has no
-    deadline for it: an action that could end without an answer would leave every later signal unasked.
+    `decide` asks no second question before the answer.  In TRAINING, with all watchers there, it has no deadline
+    for it.  An action that could end without an answer would leave every later signal unasked.
     """
 
     reasons: Why = ()

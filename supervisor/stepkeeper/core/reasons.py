@@ -1013,7 +1013,7 @@ Why = tuple[Reason, ...]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the rules themselves saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+    """What the rules saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
 
     cause: Cause
     rule: str

@@ -17,8 +17,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from stepkeeper.slurm.client import expand
 from stepkeeper.slurm.launch import WATCHER_VARIABLE
 from stepkeeper.watcher import main as watcher
 from stepkeeper.watcher import messages as bus
@@ -35,7 +36,7 @@ SAVE_S = 0.2
 class Crowd:
     """The watchers of one bus, and the ranks of the launch that runs."""
 
-    def __init__(self, nodes: list[str]) -> None:
+    def __init__(self, nodes: Sequence[str]) -> None:
         self.nodes = nodes
         self.attempt = bus.read(os.environ).attempt
         self.launch = 0
@@ -232,7 +233,7 @@ def main() -> int:
     if WATCHER_VARIABLE not in os.environ:
         return train()
     listed = next(word for word in sys.argv if word.startswith("--nodelist="))
-    Crowd(listed.partition("=")[2].split(",")).run()
+    Crowd(expand(listed.partition("=")[2])).run()
     return 0
 
 

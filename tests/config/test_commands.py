@@ -147,9 +147,9 @@ def test_a_dry_run_outside_a_job_says_what_it_assumes(stepkeeper: Run, tmp_path:
     assert "resume from    the beginning" in done.stdout
     assert "12345678" not in done.stdout
     watchers, training = (line for line in done.stdout.splitlines() if line.startswith(("watchers:", "training:")))
-    assert "--nodelist=node1,node2,node3" in watchers
+    assert "--nodelist=node[1-3]' " in watchers
     assert watchers.endswith("-m stepkeeper.watcher.main")
-    assert "--nodelist=node1,node2 " in training
+    assert "--nodelist=node[1-2]' " in training
     assert training.endswith("-- python train.py '--api-key=***'")
 
 
@@ -161,12 +161,12 @@ def test_a_dry_run_in_a_job_shows_the_lines_of_the_start_and_starts_nothing(step
     assert plan["run_directory"] == str(directory)
     assert (plan["nodes"], plan["spares"]) == (["gpu1", "gpu2"], ["gpu3"])
     assert plan["training"][:6] == [
-        "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--nodelist=gpu1,gpu2", "--cpus-per-task=8",
+        "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--nodelist=gpu[1-2]", "--cpus-per-task=8",
     ]  # fmt: skip
     assert f"--output={directory}/logs/attempt-000/launch-000/%N.log" in plan["training"]
     assert plan["training"][-3:] == ["--", "python", "t.py"]
     assert plan["watchers"][:5] == [
-        "srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=gpu1,gpu2,gpu3",
+        "srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=gpu[1-3]",
     ]  # fmt: skip
     assert not (tmp_path / "started").exists()
     assert not (tmp_path / "runs").exists()

@@ -22,7 +22,7 @@ from stepkeeper.core.losses import DISCONTINUITY
 from stepkeeper.core.reasons import FaultyNodesGiven, Late, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
 from stepkeeper.diagnosis import collect
 from stepkeeper.diagnosis.classify import classify
-from stepkeeper.run_analytics.metrics.tally import Tally
+from stepkeeper.run_analytics.metrics import Tally
 from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import RunDirectory

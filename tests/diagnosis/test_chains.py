@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.diagnosis.causes import Cause
+from stepkeeper.core.causes import Cause
 from tests.diagnosis.corpus import verdict
 
 BEGIN = "Traceback (most recent call last):\n"

@@ -3,10 +3,10 @@ from __future__ import annotations
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.events import JobFacts, JobState, NodeFaulted, RankExited
 from stepkeeper.diagnosis import planes
-from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
-from stepkeeper.diagnosis.classify import NO_EVIDENCE, classify
+from stepkeeper.diagnosis.classify import NO_EVIDENCE, Evidence, Plane, Role, classify
 
 AT = 1_790_000_000.0
 EXITED = RankExited(at=AT, launch=0, rank=3, node="n2", code=1)

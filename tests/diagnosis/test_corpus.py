@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepkeeper.diagnosis.causes import Cause
+from stepkeeper.core.causes import Cause
 from tests.diagnosis.corpus import Case, cases, verdict
 
 LEARNED = ("known", "second", "third", "fourth")  # the rules were written with these in sight

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import log_lines, logs, rules
-from stepkeeper.diagnosis.causes import Cause, Role
+from stepkeeper.diagnosis.classify import Role
 from tests.diagnosis.corpus import verdict
 
 ROOT = Path(__file__).parents[2]

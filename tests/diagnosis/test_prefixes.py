@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 import structlog
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import log_lines
-from stepkeeper.diagnosis.causes import Cause
 from stepkeeper_trainer import log as library
 from tests.diagnosis.corpus import verdict
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepkeeper.diagnosis.causes import Cause
+from stepkeeper.core.causes import Cause
 from tests.diagnosis.corpus import verdict
 
 ARGPARSE = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"

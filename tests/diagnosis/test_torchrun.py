@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import logs as diagnosis_logs
-from stepkeeper.diagnosis.causes import Cause
 from tests.diagnosis.corpus import verdict
 
 pytest.importorskip("torch")

@@ -32,7 +32,7 @@ from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.survey import on_the_way
 
 cli_main.parser()  # loads all commands, and not each child again
-importlib.import_module("stepkeeper.run_analytics.report.command")
+importlib.import_module("stepkeeper.run_analytics.report.page")
 importlib.import_module("stepkeeper.simulate.replay")
 CPU_S = 30  # more than looks at so small a run take, on a busy machine too
 WALL_S = 120.0

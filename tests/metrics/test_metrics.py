@@ -20,12 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core import events as on
 from stepkeeper.core.policy import Policy
-from stepkeeper.run_analytics.metrics import declared as metrics_declared
-from stepkeeper.run_analytics.metrics import port
-from stepkeeper.run_analytics.metrics.declared import METRICS, Kind, Sample, text
-from stepkeeper.run_analytics.metrics.port import Port
-from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
-from stepkeeper.run_analytics.metrics.textfile import TextFile, exported
+from stepkeeper.run_analytics import metrics, serving
+from stepkeeper.run_analytics.metrics import METRICS, Kind, Sample, TalliedJournal, Tally, TextFile, exported, text
+from stepkeeper.run_analytics.serving import Port
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import Status
@@ -144,14 +141,14 @@ def test_suspended_time_is_counted() -> None:
 
 
 def test_hostile_labels_survive_the_way() -> None:
-    (family,) = text_string_to_metric_families(text([Sample(metrics_declared.STEP, 3)], {"run": EVIL, "job": "7"}))
+    (family,) = text_string_to_metric_families(text([Sample(metrics.STEP, 3)], {"run": EVIL, "job": "7"}))
 
     assert family.samples[0].labels["run"] == 'a"b\\c\nd?é'
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.1, 1e300, 2**60, -3])
 def test_every_number_reads_back(value: float) -> None:
-    (family,) = text_string_to_metric_families(text([Sample(metrics_declared.LOSS, value)], {}))
+    (family,) = text_string_to_metric_families(text([Sample(metrics.LOSS, value)], {}))
 
     assert family.samples[0].value == value or value != value  # noqa: PLR0124 - NaN is no equal of itself
 
@@ -283,9 +280,11 @@ def test_the_port_answers_only_what_it_is_for(served: Port) -> None:
 def test_callers_that_hold_the_line_do_not_shut_others_out_for_long(
     served: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port._Handler, "timeout", 0.5)
+    monkeypatch.setattr(serving.Handler, "timeout", 0.5)
     others = set(threading.enumerate())
-    holding = [socket.create_connection(("127.0.0.1", served.number), timeout=90) for _ in range(2 * port.CALLERS_MAX)]
+    holding = [
+        socket.create_connection(("127.0.0.1", served.number), timeout=90) for _ in range(2 * serving.CALLERS_MAX)
+    ]
 
     def answers() -> bool:
         try:
@@ -295,7 +294,7 @@ def test_callers_that_hold_the_line_do_not_shut_others_out_for_long(
 
     until(answers)
     begun = set(threading.enumerate()) - others
-    assert sum(thread.name.startswith("Thread-") for thread in begun) <= port.CALLERS_MAX
+    assert sum(thread.name.startswith("Thread-") for thread in begun) <= serving.CALLERS_MAX
     for each in holding:
         each.close()
 
@@ -345,4 +344,4 @@ def test_the_journal_is_written_as_before(tmp_path: Path) -> None:
     assert plain.flush(WITHIN_S)
     assert writer.flush(WITHIN_S)
     assert (tmp_path / "journal.jsonl").read_text() == (tmp_path / "plain.jsonl").read_text() != ""
-    assert any(sample.metric is metrics_declared.LAUNCHES for sample in tally.samples(status(), "1", START))
+    assert any(sample.metric is metrics.LAUNCHES for sample in tally.samples(status(), "1", START))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepkeeper.run_analytics.metrics.declared import METRICS
+from stepkeeper.run_analytics.metrics import METRICS
 from tests.pages.tables import MADE
 
 _TEXT = """# Metrics for Prometheus

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Limits, Policy
 from stepkeeper.diagnosis import planes, rules
-from stepkeeper.diagnosis.causes import Cause, Role
-from stepkeeper.diagnosis.classify import LIKELY
+from stepkeeper.diagnosis.classify import LIKELY, Role
 from stepkeeper.diagnosis.log_lines import LINE_CHARACTERS_MAX
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
 from tests.pages.tables import MADE

@@ -17,8 +17,8 @@ from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics import history, timeline
 from stepkeeper.run_analytics.model import SECOND, Rows
 from stepkeeper.run_analytics.reading import Started
-from stepkeeper.run_analytics.report import command, losses
-from stepkeeper.run_analytics.report.page import About, page
+from stepkeeper.run_analytics.report import losses
+from stepkeeper.run_analytics.report.page import About, for_programs, page
 from stepkeeper.run_analytics.timeline import OnDisk, Timeline
 from stepkeeper.run_store import journal
 from stepkeeper_trainer.formats.lineage import Commit, Lineage
@@ -160,7 +160,7 @@ def test_a_loss_that_went_wrong_is_in_the_headline_the_curve_and_the_incidents()
     (incident,) = seen.incidents
     assert (incident.kind, incident.what) == ("loss", "the loss is no finite number since step 21")
     assert incident.decided == "the launch was ended"
-    document = command.document(seen)
+    document = for_programs(seen)
     assert document["loss"] is None
     assert document["loss_not_finite"] is True
     json.dumps(document, allow_nan=False)
@@ -177,7 +177,7 @@ def test_hours_are_those_of_gpus_where_each_attempt_had_as_many() -> None:
 
     assert "of the GPU-hours became progress" in said
     assert re.search(r"productive 1 h 00 min 97.3 % 16\.0", said), said
-    assert command.document(seen)["gpus_per_node"] == 8
+    assert for_programs(seen)["gpus_per_node"] == 8
     told.begin(3800)
     assert "node-hours" in page(told.see(), ABOUT)
 
@@ -290,7 +290,7 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
         "the run ends with exit code 29",
     ):
         assert words in parsed.text, words
-    document = command.document(seen, "/runs/run", [RAN])
+    document = for_programs(seen, "/runs/run", [RAN])
     assert document["how_to_go_on"][-1]["type"] == "stepkeeper resume /runs/run"
     assert (document["started"][0]["commit"], document["exit_code"]) == (RAN.commit, 29)
     assert document["launches"][-1]["decided"] == "the run ends with exit code 29"

@@ -10,7 +10,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.run_analytics import nodes, reading
 from stepkeeper.run_analytics.nodes import Nodes, NodeState
-from stepkeeper.run_analytics.report import command
+from stepkeeper.run_analytics.report.page import for_programs
 from stepkeeper.run_store import lines
 from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build as runs
@@ -87,7 +87,7 @@ def test_a_run_that_is_read_while_it_grows_is_the_run_that_is_read_at_once(tmp_p
             with (run.path / name).open("r+b") as file:
                 file.seek(0, os.SEEK_END)
                 file.write(data[file.tell() : len(data) * part // 13])
-        assert command.document(reader.see(now=now)) == command.document(reading.see(run, now=now)), part
+        assert for_programs(reader.see(now=now)) == for_programs(reading.see(run, now=now)), part
     assert reader.see(now=now).run_state == "finished"
 
 

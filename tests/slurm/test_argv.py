@@ -50,7 +50,7 @@ def test_the_watchers_line():
     line = watcher_argv(("n1", "n2"), ("python", "-m", "watcher"))
 
     assert shlex.join(line) == (
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --cpus-per-task=1 --overlap --mem=0 "
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 '--nodelist=n[1-2]' --cpus-per-task=1 --overlap --mem=0 "
         "--cpu-bind=none --no-kill --kill-on-bad-exit=0 --wait=0 --input=all --job-name=stepkeeper-watcher "
         "python -m watcher"
     )
@@ -68,7 +68,7 @@ def test_the_watchers_see_all_gpus_and_tear_no_line():
 def test_one_task_a_gpu():
     line = argv_of(job("python", "train.py"))
 
-    geometry = "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --cpus-per-task=8"
+    geometry = "--nodes=2 --ntasks=8 --ntasks-per-node=4 '--nodelist=n[1-2]' --cpus-per-task=8"
     program = shlex.join([*PYTHON, "--", "python", "train.py"])
     assert shlex.join(line) == f"srun {geometry} {STEP} --cpu-bind=none {program}"
 
@@ -96,7 +96,7 @@ def test_the_users_own_srun_line_wins():
 def test_one_torchrun_a_node():
     line = argv_of(job("python", "train.py", torchrun=True))
 
-    geometry = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --cpus-per-task=32"
+    geometry = "--nodes=2 --ntasks=2 --ntasks-per-node=1 '--nodelist=n[1-2]' --cpus-per-task=32"
     torchrun = (
         "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=n1:29501 "
         "--rdzv-id=r1-2-3 --max-restarts=0 --no-python python train.py"

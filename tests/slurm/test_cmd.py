@@ -19,9 +19,9 @@ from tests.slurm.test_argv import PYTHON, STEP, argv_of, job, meeting
 AGENT = f"{shlex.join([*PYTHON, '--agent', '--'])} "
 A_RANK = f"{shlex.join([*PYTHON, '--'])} "
 ONE_A_NODE = (
-    f"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --cpus-per-task=32 {STEP} --cpu-bind=none "
+    f"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n[1-2] --cpus-per-task=32 {STEP} --cpu-bind=none "
 )
-ONE_A_GPU = f"srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --cpus-per-task=8 {STEP} --cpu-bind=none "
+ONE_A_GPU = f"srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n[1-2] --cpus-per-task=8 {STEP} --cpu-bind=none "
 STEPDIR = "/run/checkpoints/step_00000100"
 RESUME = f"--resume-from {STEPDIR}"
 

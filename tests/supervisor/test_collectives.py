@@ -14,8 +14,8 @@ import pytest
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import collect
-from stepkeeper.diagnosis.causes import Cause
 from stepkeeper.diagnosis.classify import classify
 from stepkeeper.diagnosis.collectives import compare, find_suspect, in_words
 from stepkeeper.loop_tools import Clock

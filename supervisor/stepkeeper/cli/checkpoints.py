@@ -42,7 +42,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "checkpoints",
         help="list, verify, choose, repair, keep and prune step directories",
         description="List, verify, choose, repair, keep and prune step directories.  Their bytes are never changed.",
-        allow_abbrev=False,
     )
     below = group.add_subparsers(
         dest="checkpoints_command",
@@ -51,22 +50,16 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         parser_class=type(group),
         title="commands",
     )
-    listing = below.add_parser("ls", help="list the step directories, newest first", allow_abbrev=False)
+    listing = below.add_parser("ls", help="list the step directories, newest first")
     listing.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
     listing.add_argument(
         "-v", "--verbose", action="store_true", help="also say which numbers of ranks can resume from each"
     )
     listing.set_defaults(execute=list_steps)
-    verify = below.add_parser(
-        "verify", help="compare every byte of a step directory with its manifest", allow_abbrev=False
-    )
+    verify = below.add_parser("verify", help="compare every byte of a step directory with its manifest")
     verify.add_argument("where", metavar="STEPDIR", help="a step directory")
     verify.set_defaults(execute=verify_step)
-    latest = below.add_parser(
-        "latest",
-        help="print the newest verified step directory; exit code 1 if there is none",
-        allow_abbrev=False,
-    )
+    latest = below.add_parser("latest", help="print the newest verified step directory; exit code 1 if there is none")
     latest.add_argument("where", metavar="DIR", help="run directory, its checkpoints/, or a job id")
     latest.set_defaults(execute=print_latest)
     verify.add_argument("--cached", action="store_true", help="do not read again what was right and is unchanged since")
@@ -99,14 +92,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _add_keeping(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_prune(below)
     for name, value, words in (("pin", True, "never prune a step directory"), ("unpin", False, "take back a pin")):
-        pin = below.add_parser(name, help=words, allow_abbrev=False)
+        pin = below.add_parser(name, help=words)
         pin.add_argument("where", metavar="STEPDIR", help="a step directory")
         pin.set_defaults(execute=pin_step, pinned=value)
     test = below.add_parser(
         "test-storage",
         help="write, sync, rename and read back bytes that nobody needs",
         description="Save synthetic bytes as a checkpoint is saved, read them back from the disk, and compare.",
-        allow_abbrev=False,
     )
     test.add_argument("where", metavar="DIR|RUN", help="any directory, or a run")
     test.add_argument("--bytes", type=size, default=space.TEST_BYTES, metavar="N", help="k, M, G and T are units")
@@ -191,19 +183,15 @@ def _show(rows: list[dict[str, Any]]) -> None:
             (
                 row["directory"],
                 str(row["step"]),
-                _or_dash(row["tokens"]),
+                printing.or_dash(row["tokens"]),
                 printing.size(row["bytes"]) if row["bytes"] is not None else "-",
-                _or_dash(row["created_at"])[:40],
-                _or_dash(row["world_size"]),
+                printing.or_dash(row["created_at"])[:40],
+                printing.or_dash(row["world_size"]),
                 loss,
                 _state(row),
             )
         )
     printing.say_table(table, right=frozenset({1, 2, 3, 5, 6}))
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -349,7 +337,6 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
         "removed; nothing is removed while the newest one is not verified.  Without a rule here, those count that the "
         "run's newest launch goes by.",
-        allow_abbrev=False,
     )
     prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")

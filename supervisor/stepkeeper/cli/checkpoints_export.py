@@ -178,7 +178,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "neither torch nor a GPU, and little memory; every byte is compared with the manifest before it is used.  A "
         "DCP directory of another program is verified first.  With --to, write another format.  OUT is complete or not "
         "there.  What is left out is printed.",
-        allow_abbrev=False,
     )
     command.add_argument("where", metavar="SOURCE", help="a step directory, or what --to says")
     command.add_argument("target", metavar="OUT", help="a directory that is not there yet; --to torch: a file")

@@ -14,7 +14,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import choosing, repair, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
-from stepkeeper.frameworks.framework import Framework, Step, WorldChange, quoted
+from stepkeeper.frameworks.framework import Framework, Step, quoted
 from stepkeeper.frameworks.recognise import AUTO, Finding
 from stepkeeper.frameworks.repair import Findings, Pointer, Pointing, RefusedError, Torn
 from stepkeeper.run_store import find
@@ -102,10 +102,10 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
         table.append(
             (
                 row["checkpoint"],
-                "-" if each.number is None else str(each.number),
+                printing.or_dash(each.number),
                 "-" if size is None else printing.size(size),
-                "-" if world is None else str(world),
-                *((_or_dash(each.world_change),) if arguments.verbose else ()),
+                printing.or_dash(world),
+                *((printing.or_dash(each.world_change and each.world_change.value),) if arguments.verbose else ()),
                 f"{each.state.value}{problem}",
             )
         )
@@ -221,7 +221,10 @@ def row_of(judged: Judged, root: Path) -> dict[str, Any]:
 
 def name_of(judged: Judged, root: Path) -> str:
     """Return a checkpoint's path below the directory."""
-    path = judged.step.path
+    return _below(judged.step.path, root)
+
+
+def _below(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
@@ -230,10 +233,6 @@ def _read(judged: Judged) -> str:
         return " (no data were read)"
     known = f", {printing.size(judged.deep.bytes_known)} unchanged since" if judged.deep.bytes_known else ""
     return f" ({printing.size(judged.deep.bytes_read)} read{known})"
-
-
-def _or_dash(change: WorldChange | None) -> str:
-    return "-" if change is None else change.value
 
 
 def _first(problems: tuple[str, ...]) -> str:
@@ -255,7 +254,6 @@ def add_repair(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         "names another checkpoint than the newest verified and resumable one.  With --apply, rewrite it by atomic "
         "replace.  Exit code 0: all is right, or was put right; 41: something is to be done, or was refused; 1: no "
         "checkpoint is verified and resumable, and nothing was changed.",
-        allow_abbrev=False,
     )
     command.add_argument("where", metavar="DIR", help="directory of the checkpoints")
     command.add_argument("--apply", action="store_true", help="do it; without this, only say what would be done")
@@ -374,4 +372,4 @@ class _Work:
             return {"action": "refused", "words": f"{said}: not changed: {refused}"}
 
     def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else str(path)
+        return _below(path, self._root)

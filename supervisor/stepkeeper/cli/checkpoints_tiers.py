@@ -50,7 +50,6 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="say which tier has which step, and how far copies lag",
         description="Say which tier has which step: this node's disk, the run directory, the cold tier.  The places "
         "are those that the newest attempt's settings name, else those that its ranks have recorded.",
-        allow_abbrev=False,
     )
     tiers.add_argument("where", metavar="RUN", help="run directory or job id")
     tiers.add_argument("--cold", metavar="URL", help="look there instead")
@@ -63,7 +62,6 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="copy steps to another tier, or back",
         description="Copy a step to another place, or the newest verified one back from there.  Each chunk is compared "
         "with the manifest on its way, and what was written is read back; what was interrupted goes on.",
-        allow_abbrev=False,
     )
     copy.add_argument("where", metavar="RUN", help="run directory, its checkpoints/, or job id")
     way = copy.add_mutually_exclusive_group(required=True)

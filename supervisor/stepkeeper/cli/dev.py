@@ -52,7 +52,6 @@ def _add_replay(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Feed the events of a journal to the rules of this version, and show the first decision that "
         "differs from what was decided then.  Each attempt goes by its own recorded policy.  Ends with 1 where "
         "something differs.",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", help="run directory, job id, or a journal file")
     command.add_argument("--all", action="store_true", help="every difference, not only the first")
@@ -199,7 +198,6 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(docs/simulate.md has the format).  Without: simulate months of a run whose nodes fail at a published rate, "
         "and print which share of the time becomes progress (ETTR), and where the rest goes, for each choice of "
         "interval and spares.  The world is simulated; what is done is decided by the real rules.",
-        allow_abbrev=False,
     )
     defaults = World()
     command.add_argument("files", nargs="*", metavar="FILE", type=Path, help="scenarios to play instead")
@@ -369,16 +367,13 @@ DEFAULT_TEXTS = {
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    dev = subcommands.add_parser(
-        "dev", help="replay, simulate and test", description="Tools to test rules and sites.", allow_abbrev=False
-    )
+    dev = subcommands.add_parser("dev", help="replay, simulate and test", description="Tools to test rules and sites.")
     actions = dev.add_subparsers(dest="action", metavar="ACTION", required=True)
     inject = actions.add_parser(
         "inject",
         help="write a fault into the kernel log",
         description="Write a fault into the kernel log, as the NVIDIA driver would.  Root only, and only where the "
         "agent's configuration has `allow_injected = true` in its [test] table: the agent drains the node on it.",
-        allow_abbrev=False,
     )
     inject.add_argument("kind", choices=("xid",), help="what kind of fault")
     inject.add_argument("code", type=int, help="its number, as in `stepkeeper xid`")

@@ -41,7 +41,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Read the cluster's settings and say what they mean for a run.  Nothing is changed; with "
         "--run-dir a few bytes are written there and removed.  Inside a job it also tries whether all its nodes see "
         "that directory.  Exit code 0: no problem.",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="a run that has saved: its save time is compared")
     command.add_argument("-p", "--partition", metavar="NAME", help="look at this partition only")
@@ -149,7 +148,6 @@ def _add_selftest(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
         description="Submit two short jobs of the same small training.  One is left alone; of the other all ranks are "
         "killed, and then gets the notice of its time limit, so that it saves and requeues itself.  Their losses "
         "must be equal.  About three minutes, plus the queue.  Exit code 0: passed.",
-        allow_abbrev=False,
     )
     command.add_argument("-p", "--partition", metavar="NAME", help="default: the cluster's")
     command.add_argument("-A", "--account", metavar="NAME", help="who pays")

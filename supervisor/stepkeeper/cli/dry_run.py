@@ -151,7 +151,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
         watchers=tuple(watcher_argv(allocation.nodes, watcher_program())),
         training=tuple(redact_words(training)),
         assumed=tuple(assumed),
-        doubts=tuple(filter(None, (doubts.no_place, doubts.unknown, doubts.no_way))),
+        doubts=doubts.said,
         framework=_shown(following) if following is not None else "",
     )
 

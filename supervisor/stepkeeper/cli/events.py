@@ -27,7 +27,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "events",
         help="show what happened in a run, and why",
         description="Show what happened in a run, and why: the journal as a timeline.",
-        allow_abbrev=False,
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
     command.add_argument("--last", type=int, metavar="N", help="only the newest N records")

@@ -22,8 +22,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collect, log_lines, logs, rules
-from stepkeeper.diagnosis.causes import Evidence, Role, Verdict
-from stepkeeper.diagnosis.classify import NO_EVIDENCE, classify
+from stepkeeper.diagnosis.classify import NO_EVIDENCE, Evidence, Role, Verdict, classify
 from stepkeeper.diagnosis.collect import Launch
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.redaction import redact
@@ -183,7 +182,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Tell why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id")
     command.add_argument(

@@ -289,7 +289,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "logs",
         help="show what the ranks printed",
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
-        allow_abbrev=False,
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
     command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stepkeeper import __version__
 from stepkeeper.cli import COMMANDS, load, printing
@@ -15,7 +15,10 @@ from stepkeeper.errors import StepkeeperError
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and how to learn more."""
+    """Says what is wrong in one line, and how to learn more.  Options are written in full, in all commands."""
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(allow_abbrev=False, **known)
 
     def error(self, message: str) -> NoReturn:
         """Exit with the code of a usage error."""
@@ -43,7 +46,6 @@ def parser(names: Sequence[str] = COMMANDS) -> Parser:
         description="Keeps a distributed PyTorch training job on Slurm moving forward.",
         epilog="On a new cluster: `stepkeeper doctor`, then `stepkeeper selftest -p PARTITION -N 2`, then "
         "`stepkeeper submit -N 2 --gpus-per-node 8 -- python train.py`.",
-        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"stepkeeper {__version__}")
     subcommands = top.add_subparsers(
@@ -104,7 +106,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="print completion for a shell",
         description="Print completion of commands and options.  For bash: "
         "stepkeeper completion bash > ~/.local/share/bash-completion/completions/stepkeeper",
-        allow_abbrev=False,
     )
     command.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
     command.set_defaults(execute=complete)
@@ -113,7 +114,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="print the manual page",
         description="Print the manual page.  To install it: "
         "stepkeeper man > ~/.local/share/man/man1/stepkeeper.1.  Needs the extra `man`.",
-        allow_abbrev=False,
     )
     command.set_defaults(execute=print_manual)
 

@@ -49,7 +49,6 @@ def add_install(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="put the agent's unit and configuration in place (root)",
         description=f"Write {UNIT_PATH}, with the path of this stepkeeper in it, and {DEFAULT_PATH} where there is "
         "none yet.  The agent is not started: read its configuration first.",
-        allow_abbrev=False,
     )
     install.set_defaults(execute=run_install)
     uninstall = actions.add_parser(
@@ -57,7 +56,6 @@ def add_install(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="stop the agent and remove its unit (root)",
         description=f"Stop the agent and remove its unit.  {DEFAULT_PATH} and {STATE} stay, unless --purge is given.  "
         "A drain that the agent holds stays too: return the node yourself.",
-        allow_abbrev=False,
     )
     uninstall.add_argument("--purge", action="store_true", help="remove configuration and ledger as well")
     uninstall.set_defaults(execute=run_uninstall)
@@ -191,7 +189,7 @@ RECENT_S = 7 * 86400.0
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the commands."""
     node = subcommands.add_parser(
-        "node", help="the agent of a compute node", description="The agent of a compute node.", allow_abbrev=False
+        "node", help="the agent of a compute node", description="The agent of a compute node."
     )
     actions = node.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_check(actions)
@@ -201,7 +199,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "agent",
         help="watch this node's GPUs, and drain it where they fail (root, from systemd)",
         description="Watch this node's GPUs, and drain it where they fail.  Mode `observe` only says what it would do.",
-        allow_abbrev=False,
     )
     _add_config(agent)
     agent.add_argument(
@@ -216,7 +213,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "incidents",
         help="show what the agent saw and did",
         description="Show what the agent saw and did: unfinished incidents, and those of the last week.",
-        allow_abbrev=False,
     )
     _add_config(incidents)
     incidents.add_argument("--all", action="store_true", help="older ones and harmless ones as well")

@@ -34,7 +34,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="How often to save, and the expected share of wall time that becomes durable progress "
         "(ETTR).  Times are seconds, or written as 90s, 5min, 3h, 2d.  Nothing is changed.",
         epilog="docs/cadence.md explains the model, and where the assumed failure rate comes from.",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="take what this run has measured (directory or job id)")
     command.add_argument("--nodes", metavar="N[,N...]", type=_nodes, help="sizes of the job; default: the run's, or 1")

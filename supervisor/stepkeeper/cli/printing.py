@@ -109,6 +109,11 @@ def say_table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozense
         say("  ".join(cells).rstrip())
 
 
+def or_dash(value: object) -> str:
+    """Return what a column shows of a value; `-` where there is none."""
+    return "-" if value is None else str(value)
+
+
 def instant(at: float) -> str:
     """Return Unix seconds in the reader's time zone.  A torn value is shown, not interpreted."""
     try:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import time
+from pathlib import Path
 
+from stepkeeper import __version__
 from stepkeeper.cli import printing
+from stepkeeper.core.exits import ExitCode
+from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_analytics import reading
+from stepkeeper.run_analytics.model import micro
+from stepkeeper.run_analytics.timeline import RunState
+from stepkeeper.run_store import find
+from stepkeeper_trainer.formats.durable import write_atomically
+
+DEFAULT_NAME = "report.html"
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,7 +29,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Write what happened in a run as one HTML page without any external part: attempts, launches and "
         "nodes over time, where the hours went, ETTR and goodput, the loss across all resumes, step directories, "
         "failures and incidents (docs/report.md).",
-        allow_abbrev=False,
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="run directory or job id (default: as `status`)")
     command.add_argument("-o", "--output", metavar="FILE", help="where to write (default: report.html; -: stdout)")
@@ -25,7 +38,28 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
-    """Write the page."""
-    from stepkeeper.run_analytics.report.command import write  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
+    """Write the page, or print the figures."""
+    from stepkeeper.run_analytics.report.page import About, for_programs, page  # noqa: PLC0415 - for this command only
 
-    return write(arguments)
+    run = find.find(arguments.run, os.environ)
+    now = time.time()
+    seen = reading.see(run, now=now)
+    if seen.run_state is RunState.EMPTY:
+        raise StepkeeperError(
+            f"{run.journal}: tells nothing: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
+        )
+    ran = reading.read(run, (attempt.number for attempt in seen.attempts))
+    if arguments.json:
+        printing.say_json(for_programs(seen, str(run.path), ran), indent=2)
+        return ExitCode.FINISHED
+    about = About(name=run.path.name, path=str(run.path), made_at=micro(now), version=__version__, started=ran)
+    data = page(seen, about).encode("utf-8", errors="replace")
+    if arguments.output == "-":
+        sys.stdout.buffer.write(data)
+        return ExitCode.FINISHED
+    target = Path(arguments.output or DEFAULT_NAME)
+    write_atomically(target, data, mode=0o644)
+    ettr = seen.accounts.ettr
+    share = "" if ettr is None else f"; {ettr:.1%} of the time became progress"
+    printing.say(f"written: {target} ({printing.size(len(data))}){share}")
+    return ExitCode.FINISHED

@@ -40,7 +40,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "save",
         help="have a run save a checkpoint now, and go on",
         description="Have a run save a checkpoint at the next step, and go on.  Waits until it is committed.",
-        allow_abbrev=False,
     )
     _declare(save, "save")
     stop = subcommands.add_parser(
@@ -49,7 +48,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Have a run save a checkpoint at the next step, and end; it is not requeued.  A job that waits in "
         "the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
         "resume` submits the run again, and it goes on.  (`scancel JOB` ends it without a checkpoint.)",
-        allow_abbrev=False,
     )
     _declare(stop, "stop")
 

@@ -26,8 +26,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
-from stepkeeper.run_analytics.metrics.tally import TalliedJournal, Tally
-from stepkeeper.run_analytics.metrics.textfile import exported
+from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
 from stepkeeper.run_store import journal, lines, paths
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import cmd
@@ -60,7 +59,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="supervise a training: `exec stepkeeper run -- CMD` in the batch script",
         description="Supervise a training inside a batch script: exec stepkeeper run [options] -- CMD ARGS...",
         epilog="Exit codes: " + "; ".join(f"{code.value} {code.meaning}" for code in ExitCode),
-        allow_abbrev=False,
     )
     resolve.declare_flags(command)
     command.add_argument("--print-config", action="store_true", help="show every setting and where it came from; exit")
@@ -87,6 +85,13 @@ def execute(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _say(text: str) -> None:
+    """Print one line before there is a log; a full disk below stderr stops nothing."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"stepkeeper: {text}\n")
+        sys.stderr.flush()
+
+
 def _let_end(code: int) -> None:
     """Where Slurm would hold a job that ends with this code, have it end like any other."""
     try:
@@ -94,9 +99,7 @@ def _let_end(code: int) -> None:
     except SlurmError as error:
         done = f"Slurm does not let the job end ({error}): it may be held; scancel it, or scontrol release it to go on"
     if done:
-        with contextlib.suppress(OSError):  # a full disk below stderr
-            sys.stderr.write(f"stepkeeper: {done}\n")
-            sys.stderr.flush()
+        _say(done)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
@@ -254,8 +257,7 @@ def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found,
     except StepkeeperError:
         raise
     except Exception as error:  # noqa: BLE001 - a script or a directory that nobody has foreseen
-        with contextlib.suppress(OSError):  # a full disk below stderr
-            sys.stderr.write(f"stepkeeper: the script's framework cannot be recognized: {error!r}; please report it\n")
+        _say(f"the script's framework cannot be recognized: {error!r}; please report it")
         return script, None
 
 
@@ -322,9 +324,7 @@ def patiently(call: Callable[[], T]) -> T:
         except SlurmError as error:
             if not error.unreachable or time.monotonic() + pause_s > give_up_at:
                 raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
-            with contextlib.suppress(OSError):  # a full disk below stderr
-                sys.stderr.write(f"stepkeeper: Slurm does not answer ({error}); asking again\n")
-                sys.stderr.flush()
+            _say(f"Slurm does not answer ({error}); asking again")
         time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
         pause_s = min(2 * pause_s, 30.0)
 

@@ -19,7 +19,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import progress, queue, reading
 from stepkeeper.run_analytics.queue import Queued, Waiting
-from stepkeeper.run_analytics.screen import WAITS_FOR, rows
+from stepkeeper.run_analytics.screen import WAITS_FOR, exit_meaning, rows
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
@@ -219,9 +219,7 @@ LINES_BACK_MAX = 20_000  # two weeks of progress records
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    command = subcommands.add_parser(
-        "status", help="show where a run stands", description="Show where a run stands.", allow_abbrev=False
-    )
+    command = subcommands.add_parser("status", help="show where a run stands", description="Show where a run stands.")
     command.add_argument(
         "run",
         nargs="?",
@@ -341,17 +339,10 @@ def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: f
         "pace_s": progress.pace(newest),
         "seconds_left": left_s,
         "done_at": now + left_s if left_s is not None and works else None,
-        "exit_meaning": _meaning(status.exit_code),
+        "exit_meaning": exit_meaning(status.exit_code) if status.exit_code is not None else None,
         "checkpoint_directory": directory,
         "checkpoint_state": reading.condition_of(Path(directory), run) if directory else None,
     }
-
-
-def _meaning(code: int | None) -> str | None:
-    if code is None:
-        return None
-    known = (each.meaning for each in ExitCode if each.value == code)
-    return next(known, "a code that this Stepkeeper does not know")
 
 
 def _phase_since(run: RunDirectory, status: Status) -> float | None:

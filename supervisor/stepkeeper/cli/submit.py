@@ -50,7 +50,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="render a batch script for this cluster, check it, and submit it",
         description="Render a batch script for this cluster, have Slurm check it, and submit it: "
         "stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py",
-        allow_abbrev=False,
     )
     job = command.add_argument_group("job")
     job.add_argument("-N", "--nodes", metavar="N", default="1", help="nodes, spares included (default: 1)")
@@ -133,17 +132,13 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
     """Make the run directory and keep there how the job was submitted: from now on every command knows the run."""
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     try:
-        log = requeue.log_of(str(job))
-    except SlurmError:
-        log = ""  # a help for people: the job may be over already
-    try:
         group_readable = config.settings.group_readable
         directory = paths.prepare_run_directory(Path(where), group_readable=group_readable, default=is_default)
         noted = submission.Submission(
             job=str(job),
             at=time.time(),
             directory=os.getcwd(),
-            log=log,
+            log=_log_of(str(job)),
             script=script,
             environment=submission.settings(os.environ),
         )
@@ -151,6 +146,14 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
         find.remember(directory.path, os.environ)
     except (StepkeeperError, OSError) as error:
         printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
+
+
+def _log_of(job: str) -> str:
+    """Return where a job's log is, as a help for people; empty where Slurm does not say it, or the job is over."""
+    try:
+        return requeue.log_of(job)
+    except SlurmError:
+        return ""
 
 
 def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
@@ -179,7 +182,7 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
         printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")
     if script.starts_ranks:
         printing.warn(f"note: {script.starts_ranks}")
-    for doubt in filter(None, (doubts.no_place, doubts.unknown, doubts.no_way)):
+    for doubt in doubts.said:
         printing.warn(f"warning: {doubt}")
     return config
 
@@ -313,7 +316,6 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
         "shown first.  It goes on in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
-        allow_abbrev=False,
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
     command.add_argument(
@@ -461,11 +463,7 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         code = ExitCode.NO_SLURM if error.unreachable else ExitCode.START_FAILED
         raise StepkeeperError(f"Slurm refuses the job: {error}", code) from error
     try:
-        log = requeue.log_of(job)
-    except SlurmError:
-        log = ""  # a help for people
-    try:
-        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=log))
+        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=_log_of(job)))
         find.remember(run.path, os.environ)
     except OSError as error:
         printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")

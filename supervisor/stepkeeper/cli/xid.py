@@ -41,7 +41,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Explain an XID (of a GPU) or SXID (of an NVSwitch), list all, or find the faults in a kernel log.",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     command.add_argument("code", metavar="CODE", nargs="?", type=int, help="the code to explain (default: list all)")
     command.add_argument("--parse", metavar="FILE", help="find the faults in these lines of a kernel log (-: stdin)")

@@ -1,4 +1,6 @@
-"""Evidence of all planes -> one verdict.  Pure and deterministic: the order in which evidence comes does not matter.
+"""Causes, roles and planes; evidence of all planes -> one verdict.
+
+Pure and deterministic: the order in which evidence comes does not matter.
 
 1. Roots beat cascades, cascades beat confirmations: a collective's timeout is the verdict where no rank says more.
 2. A weak root (below `LIKELY`) gives way to any other.
@@ -11,8 +13,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 
-from stepkeeper.diagnosis.causes import Cause, Evidence, Otherwise, Plane, Role, Verdict
+import msgspec
+
+from stepkeeper.core.causes import Cause
+
+
+class Role(StrEnum):
+    """What a piece of evidence is worth."""
+
+    ROOT = "root"  # says what went wrong
+    CASCADE = "cascade"  # follows from what went wrong elsewhere
+    CONFIRMATION = "confirmation"  # says that something went wrong, or supports a root
+
+
+class Plane(StrEnum):
+    """Who says so."""
+
+    APPLICATION = "application"
+    NODE = "node"
+    SLURM = "slurm"
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One observation, and what a rule takes it for."""
+
+    plane: Plane
+    rule: str
+    cause: Cause
+    role: Role
+    confidence: float  # that `cause` is the cause, were this all we knew
+    text: str  # what was seen, shortened
+    rank: int | None = None
+    node: str = ""
+    at: float | None = None  # Unix seconds
+    line: int | None = None  # of the log, from 1
+    location: str = ""  # `ValueError at train.py:61 in main`
+    count: int = 1  # how often the same rule matched for this rank
+    pid: int | None = None
+    gpu: str = ""  # as the line names it: an index, or `PCI:0000:3b:00`
+    log: str = ""  # the file that `line` is of
+
+
+class Otherwise(msgspec.Struct, frozen=True, kw_only=True):
+    """What would have been decided without the strongest piece of evidence."""
+
+    cause: Cause
+    rule: str
+    confidence: float
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a launch ended, as far as the evidence shows."""
+
+    cause: Cause
+    rule: str  # `no-evidence` where nothing matched
+    confidence: float
+    role: Role  # `cascade`: the root itself was not seen
+    evidence: tuple[Evidence, ...]  # the strongest first
+    location: str = ""
+    rank: int | None = None  # that failed first, where that is known
+    node: str = ""
+    otherwise: Otherwise | None = None
+
 
 LIKELY = 0.6
 SURE = 0.85

@@ -18,13 +18,13 @@ from stepkeeper.cli.printing import instant
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.causes import Notice
+from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.events import AttemptStarted, JobFacts, NodeFaulted, RankExited
 from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collectives, log_lines, logs, planes
 from stepkeeper.diagnosis import logs as diagnosis_logs
-from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.diagnosis.classify import Evidence, Plane, Role
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import journal, lease
 from stepkeeper.run_store.paths import ERRORS_NAME, FAILED_NAME, RunDirectory

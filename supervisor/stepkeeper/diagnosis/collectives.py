@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.core.causes import Cause
+from stepkeeper.diagnosis.classify import Evidence, Plane, Role
 from stepkeeper.run_store.paths import STACKS_NAME
 from stepkeeper_trainer.formats.collectives import (
     NCCL_DUMP_BYTES_MAX,

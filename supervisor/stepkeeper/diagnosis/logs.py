@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepkeeper.diagnosis import rules, tracebacks
-from stepkeeper.diagnosis.causes import Evidence, Role
-from stepkeeper.diagnosis.log_lines import Line, Log, parse_line
-from stepkeeper.diagnosis.tracebacks import Raised
+from stepkeeper.diagnosis import rules
+from stepkeeper.diagnosis.classify import Evidence, Role
+from stepkeeper.diagnosis.log_lines import Line, Log, Raised, find_raised, parse_line
 
 # The last lines of a log that look like errors, whatever the rules make of them.  Pure.
 
@@ -123,7 +122,7 @@ def log_evidence(log: Log, *, node: str = "") -> list[Evidence]:
         node: whose log it is; empty: the node is the one that a line names, if it does.
     """
     table = rules.load()
-    raised = tracebacks.find(log.lines)
+    raised = find_raised(log.lines)
     inside = _inside(raised)
     last = len(log.lines) - END_LINES
     found = [each for each in (_of_exception(one, table, node) for one in raised) if each is not None]
@@ -302,7 +301,7 @@ def _parts(document: Any) -> tuple[str, dict[str, Any]]:
 
 def _last(stack: str, message: str) -> Raised | None:
     lines = [Line(number, None, parse_line(text).text) for number, text in enumerate(stack[:BYTES_MAX].split("\n"), 1)]
-    found = tracebacks.find(lines)
+    found = find_raised(lines)
     return next((one for one in found if one.statement.startswith(message[:80])), found[-1] if found else None)
 
 

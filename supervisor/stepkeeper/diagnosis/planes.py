@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.core.events import JobFacts, NodeFaulted, RankExited
 from stepkeeper.core.reasons import Finding
-from stepkeeper.diagnosis.causes import Cause, Evidence, Plane, Role
+from stepkeeper.diagnosis.classify import Evidence, Plane, Role
 from stepkeeper.reason_text import text as in_words
 
 EXIT_FINISHED, EXIT_STOPPED, EXIT_GAVE_UP = 0, 75, 93

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from stepkeeper.diagnosis.causes import Cause, Plane, Role
+from stepkeeper.core.causes import Cause
+from stepkeeper.diagnosis.classify import Plane, Role
 
 NAME = "rules.toml"
 

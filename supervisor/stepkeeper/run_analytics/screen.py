@@ -293,6 +293,11 @@ def after(seen: Glance) -> str:
     return f"job {waiting.job} is requeued after attempt {status.attempt}"
 
 
+def exit_meaning(code: int) -> str:
+    """Say what an exit code of a supervisor means, that of a newer version included."""
+    return next((each.meaning for each in ExitCode if each.value == code), "a code that this Stepkeeper does not know")
+
+
 def launch_in_words(status: Status) -> str:
     """Return the newest launch that was started; the number of one that is prepared is nobody's yet."""
     if not status.launched:

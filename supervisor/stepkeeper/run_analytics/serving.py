@@ -1,4 +1,4 @@
-"""A small HTTP server for those who look at a run: a few callers at a time, each within seconds.
+"""A small HTTP server for those who look at a run: a few callers at a time, each within seconds; and the metrics there.
 
 Imported only where it is asked for: `http.server` costs 30 ms.
 """
@@ -10,6 +10,7 @@ import socket
 import socketserver
 import stat
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -128,3 +129,46 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as the base class has it
         """Keep calls out of the log."""
+
+
+# The metrics, for a Prometheus that scrapes.
+#
+# The port answers `GET /metrics` only; it is bound to this node alone unless another address is given: figures of a run
+# are nobody else's business by default.
+
+CALLERS_MAX = 8  # at a time; others are turned away
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Port:
+    """Serves the metrics over HTTP."""
+
+    def __init__(self, address: str, number: int, render: Callable[[], str]) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken, or the address is not of this node.
+        """
+
+        class Handler(_Metrics):
+            metrics = staticmethod(render)
+
+        self._server = Server((address, number), Handler, callers_max=CALLERS_MAX)
+        self.number = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics-port", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Metrics(Handler):
+    metrics: Callable[[], str]
+
+    def answer(self) -> None:
+        """Answer."""
+        if self.path.partition("?")[0] != "/metrics":
+            self.say(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"the metrics are at /metrics\n")
+            return
+        self.say(HTTPStatus.OK, CONTENT_TYPE, type(self).metrics().encode())

@@ -32,7 +32,7 @@ from stepkeeper.run_analytics import progress, reading, serving
 from stepkeeper.run_analytics.follow import Look, leaving
 from stepkeeper.run_analytics.model import micro
 from stepkeeper.run_analytics.nodes import Node
-from stepkeeper.run_analytics.report import command, live, page
+from stepkeeper.run_analytics.report import live, page
 from stepkeeper.run_analytics.report.page import About
 from stepkeeper.run_analytics.screen import Glance, is_over
 from stepkeeper.run_analytics.timeline import Timeline
@@ -158,7 +158,7 @@ class Watched:
         silent = status is not None and is_silent(status, now)
         left_s = progress.seconds_left(status, seen.rows) if status is not None else None
         works = status is not None and status.phase == Phase.TRAINING and not silent
-        report = command.document(self._timeline, str(self._run.path), self._about.started) if self._timeline else None
+        report = page.for_programs(self._timeline, str(self._run.path), self._about.started) if self._timeline else None
         return {
             "run_directory": str(self._run.path),
             "at": now,

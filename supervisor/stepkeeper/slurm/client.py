@@ -1,12 +1,15 @@
-"""What Slurm says: errors, facts of jobs and nodes, and how its answers are read.  Nothing is asked here."""
+"""What Slurm says: errors, facts of jobs and nodes; how answers and host lists are read.  Nothing is asked here."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+_HOSTLIST = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)")
+_DIGITS_MAX = 9  # of a number in a host list: more are part of a name
 _FORBIDDEN = ("presently disabled", "permission denied", "not permitted", "invalid user id")
 
 
@@ -176,3 +179,68 @@ def parse_config(text: str) -> dict[str, str]:
     """
     pairs = (line.partition("=") for line in text.splitlines() if re.match(r"\w[\w\[\]]*\s*=", line))
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+# --- host lists -----------------------------------------------------------------------------------
+
+
+def expand(hostlist: str) -> tuple[str, ...]:
+    """Expand a host list as Slurm prints it: without a call.
+
+    >>> expand("gpu[08-10,12],login1")
+    ('gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1')
+    >>> expand("r[1-2]n[1-2]")
+    ('r1n1', 'r1n2', 'r2n1', 'r2n2')
+    """
+    names: list[str] = []
+    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", hostlist)):
+        raise SlurmError(f"a node list that cannot be read: {hostlist}")
+    for word in _HOSTLIST.findall(hostlist):
+        expanded = [""]
+        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", word):
+            parts = [text] if text else _numbers(numbers)
+            expanded = [before + part for before in expanded for part in parts]
+        names += expanded
+    return tuple(names)
+
+
+def fold(names: Sequence[str]) -> str:
+    """Return a host list of nodes in their order: a word of a command line holds 128 KiB, and thousands of names more.
+
+    >>> fold(("gpu08", "gpu09", "gpu10", "gpu12", "login"))
+    'gpu[08-10,12],login'
+    >>> fold(("n10", "n9", "n1"))
+    'n10,n[9,1]'
+    """
+    words: list[str] = []
+    for (text, width), group in itertools.groupby(names, _text_and_width):
+        if not width:
+            words += group
+            continue
+        ranges: list[list[int]] = []
+        for number in (int(name[len(text) :]) for name in group):
+            if ranges and number == ranges[-1][1] + 1:
+                ranges[-1][1] = number
+            else:
+                ranges.append([number, number])
+        shown = [f"{first:0{width}d}" + (f"-{last:0{width}d}" if last > first else "") for first, last in ranges]
+        alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+        words.append(f"{text}{shown[0]}" if alone else f"{text}[{','.join(shown)}]")
+    return ",".join(words)
+
+
+def _text_and_width(name: str) -> tuple[str, int]:
+    """Return a name without the number at its end, and how many digits that has; 0: none that Slurm counts."""
+    text = name.rstrip("0123456789")
+    width = len(name) - len(text)
+    return (text, width) if width <= _DIGITS_MAX else (name, 0)
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (not last or last.isdigit())):
+            raise SlurmError(f"a node list that cannot be read: [{text}]")
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return found

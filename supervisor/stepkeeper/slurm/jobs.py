@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.redaction import redact
 from stepkeeper.slurm import launch, resubmission
-from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError, field_of, parse_config, shown_job
+from stepkeeper.slurm.client import ClusterSettings, Resubmitted, SlurmError, field_of, fold, parse_config, shown_job
 from stepkeeper.slurm.launch import as_submitted
 
 # Running one of Slurm's commands with a time limit: for every client on top of them.
@@ -148,7 +148,7 @@ class SlurmCommands:
 
     def slurmds(self, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
         """Return the address and the port of slurmd on some nodes.  Raises `SlurmError`."""
-        shown = self._call("scontrol", "-o", "show", "node", ",".join(nodes))
+        shown = self._call("scontrol", "-o", "show", "node", fold(nodes))
         return parse_slurmds(shown, self._call("scontrol", "show", "config"))
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class SlurmCommands:
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:
         """Replace the list of nodes on which a job that does not run may not run."""
-        self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+        self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={fold(nodes)}")
 
     def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
@@ -241,7 +241,7 @@ class SlurmCommands:
     def keep(self, job: str, nodes: Sequence[str]) -> None:
         """Give back all nodes of a running job but these."""
         with tempfile.TemporaryDirectory(prefix="stepkeeper-") as directory:  # scontrol leaves shell scripts there
-            self._call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", directory=directory)
+            self._call("scontrol", "update", f"JobId={job}", f"NodeList={fold(nodes)}", directory=directory)
 
     def comment(self, job: str, text: str) -> None:
         """Set the comment of a job of our own, which everybody can read."""

@@ -19,7 +19,7 @@ import msgspec
 from stepkeeper.core.events import JobFacts
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.slurm.client import SlurmError
+from stepkeeper.slurm.client import SlurmError, fold
 
 if TYPE_CHECKING:
     from stepkeeper.slurm.jobs import SlurmCommands
@@ -67,7 +67,7 @@ def _shape(nodes: Sequence[str], tasks_per_node: int) -> list[str]:
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes) * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
-        f"--nodelist={','.join(nodes)}",
+        f"--nodelist={fold(nodes)}",
     ]
 
 

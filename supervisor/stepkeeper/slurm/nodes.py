@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepkeeper.slurm.client import JobsHere, NodeFacts, OwnedJob, SlurmError, field_of, shown_job
+from stepkeeper.slurm.client import JobsHere, NodeFacts, OwnedJob, SlurmError, expand, field_of, shown_job
 from stepkeeper.slurm.jobs import AWAY, call
 
 CALL_WITHIN_S = 10.0
@@ -29,7 +29,6 @@ COLUMNS = {
     "Timestamp": 64,
     "Reason": 1024,
 }
-_HOSTLIST = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,33 +273,3 @@ def _real_uid(status: Path) -> int | None:
     except OSError:  # it has ended
         return None
     return int(match.group(1)) if match else None
-
-
-def expand(hostlist: str) -> tuple[str, ...]:
-    """Expand a host list as Slurm prints it: without a call.
-
-    >>> expand("gpu[08-10,12],login1")
-    ('gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1')
-    >>> expand("r[1-2]n[1-2]")
-    ('r1n1', 'r1n2', 'r2n1', 'r2n2')
-    """
-    names: list[str] = []
-    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", hostlist)):
-        raise SlurmError(f"a node list that cannot be read: {hostlist}")
-    for word in _HOSTLIST.findall(hostlist):
-        expanded = [""]
-        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", word):
-            parts = [text] if text else _numbers(numbers)
-            expanded = [before + part for before in expanded for part in parts]
-        names += expanded
-    return tuple(names)
-
-
-def _numbers(text: str) -> list[str]:
-    found: list[str] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (not last or last.isdigit())):
-            raise SlurmError(f"a node list that cannot be read: [{text}]")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return found

@@ -66,6 +66,11 @@ class Doubts(msgspec.Struct, frozen=True, kw_only=True):
     unknown: str = ""
     no_way: str = ""
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(filter(None, (self.no_place, self.unknown, self.no_way)))
+
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A simple command of a shell script."""

@@ -85,8 +85,8 @@ _OPTION = re.compile(r"(?:--time[= ]|-t[ =]?)(?P<value>\S+)")
 def limit_seconds(text: str) -> float | None:
     """Return a limit as sbatch reads it; None for no limit, or words that only sbatch can judge.
 
-    >>> seconds("90"), seconds("1:30"), seconds("2:00:00"), seconds("1-12"), seconds("1-00:30"), seconds("UNLIMITED")
-    (5400.0, 90.0, 7200.0, 129600.0, 88200.0, None)
+    >>> [limit_seconds(each) for each in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED")]
+    [5400.0, 90.0, 7200.0, 129600.0, 88200.0, None]
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:

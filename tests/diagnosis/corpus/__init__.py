@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import log_lines, logs
-from stepkeeper.diagnosis.causes import Cause, Verdict
-from stepkeeper.diagnosis.classify import classify
+from stepkeeper.diagnosis.classify import Verdict, classify
 
 HERE = Path(__file__).parent
 

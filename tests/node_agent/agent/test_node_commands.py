@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.slurm.client import SlurmError
-from stepkeeper.slurm.nodes import NodeCommands, expand, owners, parse_nodes, parse_owned_job, parse_pids
+from stepkeeper.slurm.nodes import NodeCommands, owners, parse_nodes, parse_owned_job, parse_pids
 from tests.lab import USERS, Lab
 
 HEAD = (
@@ -116,13 +116,6 @@ def test_one_task_of_an_array_is_found_among_the_others() -> None:
     assert parse_owned_job(text, 12).uid == 5
     with pytest.raises(SlurmError, match="another job"):
         parse_owned_job(text, 1)
-
-
-def test_host_lists() -> None:
-    assert expand("a,b[1-2]c[01-02],d7") == ("a", "b1c01", "b1c02", "b2c01", "b2c02", "d7")
-    for unreadable in ("a[x-y]", "a1,a[3-4", "a3-4]"):
-        with pytest.raises(SlurmError):
-            expand(unreadable)
 
 
 def test_pids() -> None:

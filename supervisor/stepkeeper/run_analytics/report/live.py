@@ -17,7 +17,16 @@ from stepkeeper.run_analytics.nodes import Node
 from stepkeeper.run_analytics.report import page
 from stepkeeper.run_analytics.report.lanes import hours, instant, table, text, when
 from stepkeeper.run_analytics.report.page import About, Detail, section
-from stepkeeper.run_analytics.screen import WAITS_FOR, Glance, after, launch_in_words, place, saved, waits_word
+from stepkeeper.run_analytics.screen import (
+    WAITS_FOR,
+    Glance,
+    after,
+    exit_meaning,
+    launch_in_words,
+    place,
+    saved,
+    waits_word,
+)
 from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store.status import NO_LIBRARY, Status, heard_at, is_silent
 from stepkeeper_trainer.formats.steps import COMMITTED, VERIFIED
@@ -90,16 +99,12 @@ def _sentence(seen: Glance, now: float) -> str:
     if status is None:
         return "No supervisor has worked on this run yet, or its status cannot be read."
     if status.exit_code is not None:
-        return f"It ended: {_meaning(status.exit_code)} (exit code {status.exit_code})."
+        return f"It ended: {exit_meaning(status.exit_code)} (exit code {status.exit_code})."
     restarts = f" (restart {status.restart_count})" if status.restart_count else ""
     where = f"job {queue.name(status)}{restarts}, attempt {status.attempt}, {launch_in_words(status)}"
     if is_silent(status, now):
         return f"The supervisor writes nothing any more: {where}. Its last phase was {status.phase}."
     return f"{status.phase.capitalize()}: {where}."
-
-
-def _meaning(code: int) -> str:
-    return next((each.meaning for each in ExitCode if each.value == code), "a code that this Stepkeeper does not know")
 
 
 def _now(seen: Glance, checkpoints: Sequence[Checkpoint], now: float) -> str:

@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -428,3 +428,52 @@ def _definitions(seen: Timeline) -> str:
 def section(title: str, body: str) -> str:
     """Return a part of the page below its heading."""
     return f"<section><h2>{title}</h2>{body}</section>"
+
+
+def for_programs(seen: Timeline, path: str = "", ran: Sequence[Started] = ()) -> dict[str, Any]:
+    """Return the figures for programs.  Times are seconds, instants Unix seconds."""
+    accounts = seen.accounts
+    return {
+        "standing": seen.run_state.value,
+        "began": seen.began / SECOND,
+        "until": seen.until / SECOND,
+        "step": seen.step,
+        "tokens": seen.tokens,
+        "loss": seen.loss,
+        "loss_not_finite": seen.loss_not_finite,
+        "learning_rate": seen.rate,
+        "exit_code": seen.exit_code,
+        "why": seen.why or None,
+        "how_to_go_on": msgspec.to_builtins(advice(seen, path)),
+        "started": [{**msgspec.to_builtins(each), "code": each.code} for each in ran],
+        "steps_lost": seen.steps_lost,
+        "ettr": accounts.ettr,
+        "goodput": accounts.goodput,
+        "wall_s": {use.value: accounts.wall[use] / SECOND for use in Use},
+        "wall_total_s": accounts.wall_total / SECOND,
+        "node_s": {use.value: accounts.node_time[use] / SECOND for use in Use},
+        "gpus_per_node": seen.gpus_per_node or None,
+        "node_total_s": accounts.node_total / SECOND,
+        "launches": [
+            {
+                "attempt": launch.attempt,
+                "launch": launch.number,
+                "began": launch.began / SECOND,
+                "ended": None if launch.ended is None else launch.ended / SECOND,
+                "nodes": list(launch.nodes),
+                "resumed_step": launch.resumed_step,
+                "last_step": launch.last_step,
+                "ending": launch.ending.value,
+                "why": launch.why,
+                "reason": launch.reason,
+                "cause": launch.cause or None,
+                "decided": launch.decided,
+            }
+            for launch in seen.launches()
+        ],
+        "checkpoints": [
+            {**msgspec.to_builtins(each), "at": None if each.at is None else each.at / SECOND}
+            for each in seen.checkpoints
+        ],
+        "incidents": [{**msgspec.to_builtins(each), "at": each.at / SECOND} for each in seen.incidents],
+    }

@@ -41,7 +41,9 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
 def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(
     lab: Lab, seconds: float, step: int, steps: int
 ) -> None:
-    training = failing(lab, "hang", step=step, steps=steps, step_seconds=seconds, run_args=PATIENT)
+    training = failing(
+        lab, "hang", step=step, name=f"sleeps-{step}", steps=steps, step_seconds=seconds, run_args=PATIENT
+    )
     training.wait_end()
 
     *_, seen = [record.event for record in training.events(on.StacksCollected)]

@@ -161,6 +161,9 @@ bench-engines: compiled  ## a save of Hugging Face and of Lightning, by themselv
 bench-verify: setup  ## deep verification of other frameworks' checkpoints against `cat` (docs/frameworks.md)
 	$(V)/python -m tests.bench_verify $(BENCH)
 
+bench-control-plane: setup  ## one supervisor with 64, 1,024 and 10,000 simulated nodes (docs/scale.md)
+	$(V)/python -m tests.bench_control_plane $(BENCH)
+
 bench-recovery: setup  ## recoveries under us and six other ways, side by side (docs/benchmarks-recovery.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)
 

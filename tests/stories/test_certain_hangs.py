@@ -37,9 +37,13 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
     assert_complete(training, reference)
 
 
-@pytest.mark.parametrize("seconds", [0.2, 2.0])
-def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(lab: Lab, seconds: float) -> None:
-    training = failing(lab, "hang", step=45 if seconds > 1 else 200, step_seconds=seconds, steps=240, run_args=PATIENT)
+@pytest.mark.parametrize(("seconds", "step", "steps"), [(0.2, 200, 210), (2.0, 45, 48)])
+def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(
+    lab: Lab, seconds: float, step: int, steps: int
+) -> None:
+    training = failing(
+        lab, "hang", step=step, name=f"sleeps-{step}", steps=steps, step_seconds=seconds, run_args=PATIENT
+    )
     training.wait_end()
 
     *_, seen = [record.event for record in training.events(on.StacksCollected)]

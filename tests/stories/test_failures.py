@@ -22,7 +22,7 @@ ALWAYS = 99
 
 def failing(lab: Lab, how: str, *, step: int = 15, launches: int = 1, rank: int = 1, **fields) -> Training:
     """Submit a training that fails in its first launches."""
-    training = Training(lab, name=f"{how}-{launches}", **fields)
+    training = Training(lab, **{"name": f"{how}-{launches}", **fields})
     script = training.work / "failing.py"
     shutil.copyfile(SCRIPT, script)
     script.chmod(0o644)

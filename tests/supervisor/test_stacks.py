@@ -23,10 +23,11 @@ from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.stacks import StackTaker
+from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
 
 RANK = """
-import faulthandler, sys, threading, time
+import faulthandler, os, socket, subprocess, sys, threading, time
 from stepkeeper_trainer.formats import collectives
 faulthandler.register(collectives.STACKS_SIGNAL, file=open(sys.argv[1], "a"), all_threads=True, chain=False)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -41,8 +42,52 @@ def busy():
         exec(f"def step_{number}(): time.sleep(0.2)", scope)
         scope[f"step_{number}"]()
 
+def only_sleeps():
+    print("ready", flush=True)
+    while True: time.sleep(0.2)
+
+def waits_for_a_file():
+    print("ready", flush=True)
+    while not os.path.exists("/nowhere"): time.sleep(0.2)
+
+def waits_for_a_service():
+    print("ready", flush=True)
+    while True:
+        try: socket.create_connection(("127.0.0.1", 9))
+        except OSError: time.sleep(0.2)
+
+def waits_for_a_process():
+    program = "import os, time; parent = os.getppid()\\nwhile os.getppid() == parent: pass"
+    subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    print("ready", flush=True)
+    while True: time.sleep(0.2)
+
+def waits_for_a_download():
+    here, there = socket.socketpair()
+    threading.Thread(target=here.recv, args=(1,), daemon=True).start()
+    print("ready", flush=True)
+    while True: time.sleep(0.2)
+
+def waits_for_a_thread():
+    print("ready", flush=True)
+    threading.Event().wait()
+
+def computes():
+    print("ready", flush=True)
+    while True: pass
+
 globals()[sys.argv[2]]()
 """
+PAUSES = (
+    "waits_for_a_file",
+    "waits_for_a_service",
+    "waits_for_a_process",
+    "waits_for_a_download",
+    "waits_for_a_thread",
+    "computes",
+    "stuck",
+    "busy",
+)
 WITHIN_S = 60.0
 ASSIGNMENT = {
     "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
@@ -60,11 +105,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def rank(tmp_path: Path):
     """Start a process that stands for a rank; its main thread runs the function named."""
     running: list[subprocess.Popen[str]] = []
+    script = tmp_path / "training.py"
+    script.write_text(RANK)
 
     def start(number: int, function: str) -> int:
         path = collectives.stacks_file(tmp_path, 0, 3, number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen([sys.executable, "-c", RANK, str(path), function], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(path), function], stdout=subprocess.PIPE, text=True
+        )
         running.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -77,10 +126,10 @@ def rank(tmp_path: Path):
         process.stdout.close()
 
 
-def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0) -> dict[int, lines.Stood]:
+def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0, brief: bool = False) -> dict[int, lines.Stood]:
     assignment = Assignment(run_directory=str(tmp_path), **ASSIGNMENT)
     taker = StackTaker(assignment, "n1", find_spy=lambda: None, apart_s=apart_s)
-    taker.take(lines.Stacks(launch=3, number=7), pids)
+    taker.take(lines.Stacks(launch=3, number=7, brief=brief), pids)
     os.set_blocking(taker.fileno(), True)
     words = taker.words()
     while not any(isinstance(word, lines.StacksTaken) for word in words):
@@ -118,6 +167,23 @@ def test_a_rank_that_is_stuck_one_that_works_and_one_that_was_stopped(rank, tmp_
     assert stood[2].where == "was stopped by a signal"
     assert [stood[rank].halted for rank in (0, 1, 2, 3)] == [False, False, True, True]
     assert "in stuck" in collectives.stacks_file(tmp_path, 0, 3, 0).read_text()
+
+
+def test_a_brief_look_tells_who_only_sleeps(rank, tmp_path: Path) -> None:
+    pid = rank(1, "only_sleeps")
+    if calls_made(pid, 0.5) is None:
+        pytest.skip("processes may not be traced here")
+    limit = time.monotonic() + WITHIN_S
+    while not taken(tmp_path, {1: pid}, apart_s=1.5, brief=True)[1].sleeps:
+        assert time.monotonic() < limit, "a busy machine may be seen at a waking moment, but not each time"
+    assert not taken(tmp_path, {1: pid}, apart_s=0.5)[1].sleeps, "only where seconds count"
+
+
+def test_a_brief_look_takes_nobody_who_waits_for_something_for_one_who_only_sleeps(rank, tmp_path: Path) -> None:
+    pids = {number: rank(number, function) for number, function in enumerate(PAUSES)}
+    for _ in range(3):
+        stood = taken(tmp_path, pids, apart_s=1.5, brief=True)
+        assert {PAUSES[number]: each.sleeps for number, each in stood.items()} == dict.fromkeys(PAUSES, False)
 
 
 def test_a_process_that_would_die_of_the_signal_gets_none(tmp_path: Path) -> None:

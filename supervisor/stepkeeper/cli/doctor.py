@@ -43,7 +43,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "that directory.  Exit code 0: no problem.",
     )
     command.add_argument("run", metavar="RUN", nargs="?", help="a run that has saved: its save time is compared")
-    command.add_argument("-p", "--partition", metavar="NAME", help="look at this partition only")
+    command.add_argument("-p", "--partition", metavar="NAME", help="check this partition only")
     command.add_argument("--save-s", metavar="S", type=float, help="seconds from the request of a save to durable")
     command.add_argument("--run-dir", metavar="DIR", type=Path, help="try what saves need on this directory's storage")
     command.add_argument("--all", action="store_true", help="show what is in order too")

@@ -179,7 +179,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "explain",
         help="show why a launch failed, and what to do",
-        description="Tell why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
+        description="Say why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -390,7 +390,7 @@ def _add_check(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     finally:
         subcommands._parser_class = usual  # noqa: SLF001
     check.add_argument("--gpus", type=_count, metavar="N", help="so many GPUs must answer; implies that NVML is there")
-    check.add_argument("--no-gpus", action="store_true", help="do not look at GPUs")
+    check.add_argument("--no-gpus", action="store_true", help="do not check GPUs")
     check.add_argument(
         "--path", action="append", default=[], type=Path, metavar="DIR", help="must be writable; may be repeated"
     )

@@ -47,7 +47,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="have a run save a checkpoint, and end",
         description="Have a run save a checkpoint at the next step, and end; it is not requeued.  A job that waits in "
         "the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
-        "resume` submits the run again, and it goes on.  (`scancel JOB` ends it without a checkpoint.)",
+        "resume` submits the run again, and it resumes.  (`scancel JOB` ends it without a checkpoint.)",
     )
     _declare(stop, "stop")
 

@@ -314,7 +314,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "resume",
         help="submit a run again as it was, to go on from its newest checkpoint",
         description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
-        "shown first.  It goes on in its run directory, from the newest verified checkpoint.  Other variables come "
+        "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")

@@ -238,7 +238,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     read_back: str = "off"
     """Read back, past the page cache and where possible on another node than wrote it, what was saved while training
-    goes on: off, newest (no more than one at a time, the newest), all."""
+    continues: off, newest (no more than one at a time, the newest), all."""
 
     failures_max: int = 3
     """The run stops after so many failed launches without a newly verified step in between."""
@@ -257,7 +257,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     grow_back: str = "launch"
-    """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is looked at again
+    """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is checked again
     and taken back at the next launch (launch), or besides right after a checkpoint, for which the job is also requeued
     once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
 
@@ -274,7 +274,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     no rank does anything.  Seconds are enough where a rank is stopped, sleeps for longer than this, or only sleeps."""
 
     hang_most_s: float = 3600.0
-    """A longer silence is looked at whatever is usual: also before the first statistics of a run.  A start counts as
+    """A longer silence is checked whatever is usual: also before the first statistics of a run.  A start counts as
     silent when the trainer library's first message takes ten times as long as in any launch of the run before."""
 
     loss_not_finite: str = "rollback"
@@ -319,7 +319,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same where the network failed."""
 
     on_hang: str = "relaunch, leave, requeue, stop"
-    """The same where the training stood still."""
+    """The same where the training hung."""
 
     on_unknown: str = "relaunch"
     """The same where nothing says why, and for causes without a row of their own."""

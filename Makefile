@@ -113,8 +113,9 @@ docs-packages:
 	    $(DOCS_PACKAGES)/bin/pip install --quiet -r tests/requirements-docs.txt && \
 	    cp tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready; }
 
+# without --quiet: that would hide the warnings from --strict, and nothing would end the build
 docs: docs-packages  ## the site, into build/site; a link or an anchor that leads nowhere ends it
-	$(MKDOCS) build --strict --quiet --clean
+	$(MKDOCS) build --strict --clean
 
 docs-serve: docs-packages  ## the site on http://127.0.0.1:8000, while pages are edited
 	$(MKDOCS) serve --dev-addr 127.0.0.1:8000

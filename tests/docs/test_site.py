@@ -27,7 +27,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the packages of tests/requirements-docs.txt cannot be installed: {made.stderr[-300:]}")
     site = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [PACKAGES / "bin/mkdocs", "build", "--strict", "--quiet", "--site-dir", site],
+        [PACKAGES / "bin/mkdocs", "build", "--strict", "--site-dir", site],
         cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={"NO_MKDOCS_2_WARNING": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -299,15 +299,21 @@ def test_a_process_that_waits_for_something_does_more_than_sleep(process):
 
 
 def test_a_process_that_is_stopped_is_let_go_as_it_was():
-    with subprocess.Popen(["sleep", "60"]) as process:
-        process.send_signal(signal.SIGSTOP)
-        assert calls_made(process.pid, 0.5) is None
-        assert wait_of(process.pid) == Wait("stopped")
-        process.send_signal(signal.SIGCONT)
+    def comes(stopped: bool) -> None:
+        """Wait: a process that is let go stops anew, or wakes, when the kernel lets it run next."""
         limit = time.monotonic() + WITHIN_S
-        while wait_of(process.pid) == Wait("stopped"):
-            assert time.monotonic() < limit, "it is stopped still"
-        process.kill()
+        while (wait_of(process.pid) == Wait("stopped")) is not stopped:
+            assert time.monotonic() < limit, f"it is not {'stopped' if stopped else 'awake'}"
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            assert calls_made(process.pid, 0.5) is None
+            comes(stopped=True)
+            process.send_signal(signal.SIGCONT)
+            comes(stopped=False)
+        finally:
+            process.kill()
     assert calls_made(process.pid, 0.1) is None, "it is gone"
 
 

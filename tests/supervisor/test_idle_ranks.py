@@ -299,7 +299,7 @@ def test_a_process_that_waits_for_something_does_more_than_sleep(process):
 
 
 def test_a_process_that_is_stopped_is_let_go_as_it_was():
-    def comes(stopped: bool) -> None:
+    def comes(*, stopped: bool) -> None:
         """Wait: a process that is let go stops anew, or wakes, when the kernel lets it run next."""
         limit = time.monotonic() + WITHIN_S
         while (wait_of(process.pid) == Wait("stopped")) is not stopped:

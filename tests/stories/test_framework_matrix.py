@@ -120,9 +120,8 @@ def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> Non
     assert [step for each in segments for step in each.steps] == list(range(1, jobs.STEPS + 1)), job.story()
     saved = [each.event for each in job.events(on.CheckpointCommitted)]
     asked = {each.step for each in saved if isinstance(each, on.CheckpointCommitted) and each.emergency}
-    assert {step for each in segments[:-1] for step in each.steps[-1:]} <= asked | set(range(0, jobs.STEPS, jobs.SAVES_EVERY)), (
-        job.story()
-    )
+    left_at = {step for each in segments[:-1] for step in each.steps[-1:]}
+    assert left_at <= asked | set(range(0, jobs.STEPS, jobs.SAVES_EVERY)), job.story()
     assert job.losses() == expected, job.story()
     assert not list(job.out.glob("checkpoint-*")), job.story()
 

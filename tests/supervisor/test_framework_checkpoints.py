@@ -499,7 +499,7 @@ def saying(said: str, code: int) -> str:
 
 
 def launched(case: Case, srun: str, *, resume_from: str | None = None, foreign: bool = True) -> on.LaunchEnded:
-    """Return the end of a launch whose srun is a shell script: without children, which are taken for srun's shepherd."""
+    """Return the end of a launch whose srun is a shell script.  A child of it would be taken for srun's shepherd."""
     bin_directory = case.run / "bin"
     bin_directory.mkdir()
     (bin_directory / "srun").write_text(f"#!/bin/sh\n{srun}\n")

@@ -2,7 +2,8 @@
 """What `mkdocs build` does besides: the site's pages are the repository's files, as they are read there.
 
 A link out of `docs/` leads to the page that the site has of that file, or becomes plain text.  Drawings become part of
-their page, in its colours and with a narrow layout for telephones.  Lists and tables that repository hosts read are written as Python-Markdown reads them.
+their page, in its colours and with a narrow layout for telephones.  Lists and tables that repository hosts read are
+written as Python-Markdown reads them.
 A page that would load something from elsewhere ends the build.
 """
 

@@ -341,7 +341,7 @@ def test_a_checkpoint_that_was_written_anew_as_a_whole_is_accepted(
 
     code, out, _ = command("verify", path)
 
-    assert (code, "was written anew since its first verification" in out) == (0, True)
+    assert (code, "was written again since its first verification" in out) == (0, True)
     assert "anew" not in command("verify", path)[1]
 
 

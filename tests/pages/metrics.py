@@ -17,7 +17,7 @@ cannot write or serve (`metrics_not_written`, `metrics_not_served`), and trainin
 `/etc/stepkeeper` ([configuration](configuration.md)).
 
 The file is `stepkeeper-RUNID.prom`. The supervisor replaces it atomically every 15 s. It removes the file at its end,
-because the next attempt may run on another node. Where the run has stopped and needs a person (exit codes from 20 on),
+because the next attempt may run on another node. Where the run has stopped and needs manual repair (codes from 20 on),
 the file stays for an alert. The next attempt on that node replaces it. After a `kill -9` it stays too, and
 `stepkeeper_updated_timestamp_seconds` says.
 node_exporter must be able to read it, and you must be able to write the directory.

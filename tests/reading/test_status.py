@@ -139,7 +139,7 @@ def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -
     """Submitted again without its directory, a training would begin anew."""
     build.write_status(run, phase="done", exit_code=27, why="games asks to save and end")
 
-    assert f"to go on: stepkeeper resume {run.path}" in command("status", run.path).out
+    assert f"to continue: stepkeeper resume {run.path}" in command("status", run.path).out
 
 
 def test_an_exit_code_of_a_newer_version_is_shown(command: Command, run: RunDirectory) -> None:

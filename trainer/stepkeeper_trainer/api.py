@@ -353,7 +353,7 @@ class CheckpointManager:
         """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
 
         Exit codes: 0 the work is finished, 75 stopped on request with the state saved, 1 stopped
-        without (the ranks' last words say why).  The process goes on; nothing else of the manager can be called.
+        without (the ranks' last words say why).  The process continues; nothing else of the manager can be called.
 
         Raises:
             SaveError: the work is finished, and its last step could not be saved.
@@ -518,7 +518,7 @@ class CheckpointManager:
 
     def _ready(self) -> Saver:
         if self._ended:
-            raise UsageError("finish() was called: make another CheckpointManager to go on")
+            raise UsageError("finish() was called: make another CheckpointManager to continue")
         if self._saver is None:
             raise UsageError("resume() was not called: call it once, before the first step")
         return self._saver

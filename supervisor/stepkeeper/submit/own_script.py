@@ -305,7 +305,7 @@ def of_python(name: str, text: str) -> Found:
     takes = _takes_resume(text)
     knows = takes or _ANY_OPTION in text
     strict = f"{name} reads its options and knows no {cmd.RESUME_OPTION}"
-    no_way = f"{name} trains, and nothing in it goes on from a checkpoint"
+    no_way = f"{name} trains, and nothing in it resumes from a checkpoint"
     return Found(
         takes=takes,
         strict=strict if _STRICT_OPTIONS.search(text) and not knows else "",

@@ -3,7 +3,7 @@
 
 A link out of `docs/` leads to the page that the site has of that file, or becomes plain text.  Drawings become part of
 their page, in its colours and with a narrow layout for telephones.  Lists and tables that repository hosts read are
-written as Python-Markdown reads them.
+written as Python-Markdown reads them, and a diagram of arrows as a table.
 A page that would load something from elsewhere ends the build.
 """
 
@@ -35,6 +35,7 @@ CODE = re.compile(
 )
 ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
 INDENT = 4  # what Python-Markdown wants before the further lines of an item
+ARROW = re.compile(r"^ *(?P<from>\w+) --> (?P<to>\w+): (?P<why>.+)$", re.MULTILINE)
 OPTION = re.compile(r"<code>(?=-[^<]{1,27}</code>)")  # short enough for a telephone
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//"
@@ -97,6 +98,9 @@ def _indented(markdown: str) -> str:
 
 
 def _code(part: str) -> str:
+    if part.startswith("```mermaid"):  # a browser would fetch what draws it from elsewhere
+        rows = "".join(f"| {each['from']} → {each['to']} | {each['why']} |\n" for each in ARROW.finditer(part))
+        return f"| arrow | events |\n|---|---|\n{rows}"
     return part if part.startswith(("```", "~~~")) else part.replace("\\|", "|")  # hosts want it escaped in tables
 
 

@@ -68,7 +68,7 @@ MEANINGS = {
     "replay_differs": "a step that was done again after a resume came to another loss (`now`) than before (`then`)",
     "replay_equal": "so many steps were done again after a resume, with the same losses as before",
     "run_not_noted": "the home directory did not take the note where this run is",
-    "no_way_to_resume": "the training script shows no way to go on from a checkpoint",
+    "no_way_to_resume": "the training script shows no way to resume from a checkpoint",
     "resume_argument_unknown": "the training script does not know the option that `--resume-argument` appends",
     "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
     "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks without them",

@@ -118,7 +118,8 @@ def test_the_job_that_works_on_a_run_counts_more_than_one_that_waits_for_it(run:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [("PENDING", "PENDING (Resources)"), ("CANCELLED", "CANCELLED (Resources): nothing goes on")]
+    ("state", "told"),
+    [("PENDING", "PENDING (Resources)"), ("CANCELLED", "CANCELLED (Resources): it does not continue")],
 )
 def test_nothing_is_saved_of_a_run_that_does_not_run(
     command: Command, waits: RunDirectory, squeue: Squeue, state: str, told: str

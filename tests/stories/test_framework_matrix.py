@@ -83,7 +83,7 @@ def test_a_script_runs_into_its_time_limit_and_loses_no_step(lab: Lab, kind: Scr
     require(kind)
     job = Job(
         lab, name=f"{kind.framework}-limit", kind=kind, length=20, step_s=3.0, evaluates_at=1000,
-        sbatch_args=("--time=1", "--signal=B:USR2@1"),
+        sbatch_args=("--time=1", "--signal=B:USR2@1"), arguments=kind.no_evaluation,
     )  # fmt: skip
     aborts = kind is jobs.HUGGINGFACE  # once, as gloo's threads do in the interpreter's exit
     job.begin(**({"TEST_ABORTS": "1"} if aborts else {}))
@@ -105,6 +105,7 @@ def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> Non
     job = Job(
         lab, name="huggingface-ours", kind=kind, attach="off", step_s=2.2, evaluates_at=1000,
         change=("trainer.train(", f"{ours}trainer.train("), sbatch_args=("--time=1", "--signal=B:USR2@1"),
+        arguments=kind.no_evaluation,
     ).begin(PYTHONPATH=str(Path(stepkeeper_trainer.__file__).parent.parent))  # fmt: skip
     job.until_step(2)
     acts.preempt(job)

@@ -36,7 +36,7 @@ CODE = re.compile(
 ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
 INDENT = 4  # what Python-Markdown wants before the further lines of an item
 ARROW = re.compile(r"^ *(?P<from>\w+) --> (?P<to>\w+): (?P<why>.+)$", re.MULTILINE)
-OPTION = re.compile(r"<code>(?=-[^<]{1,27}</code>)")  # short enough for a telephone
+OPTION = re.compile(r"<code>(?=-[^<]{1,19}</code>)")  # short enough for a telephone
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//"
     r"|<link\b(?![^>]*\brel=[\"']?(?:canonical|alternate|prev|next)\b)[^>]*\bhref=[\"']?(?:https?:)?//"

@@ -117,7 +117,7 @@ The instant is in the time zone of the node. `WARNING` stands before the name of
 `logs/attempt-000/supervisor.jsonl` of the run directory always has the same lines. Each attempt has its own file. The
 node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
 supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is reported. What looks like a token, a
-key or a secret is replaced. The journal is in [events.md](events.md).
+key or a secret is replaced. The journal is in [events](events.md).
 
 What the ranks print is not in the job's log. Each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
 directory. The first line of the job's log says so. `stepkeeper logs RUN --follow` shows it, over relaunches and

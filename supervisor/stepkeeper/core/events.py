@@ -508,7 +508,7 @@ class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected
     rank: int | None = None  # that does not wait for the others, where one is known
     node: str = ""  # its node
     idle: bool = False  # every rank is sure to do nothing: it waits for others, or computes, reads and writes nothing
-    sure_s: float = 0.0  # one rank cannot continue for so long, and all others wait: it is stopped, or asleep until then
+    sure_s: float = 0.0  # one rank cannot continue for so long, and all others wait: it is stopped or asleep until then
     awaited: bool = False  # one rank only slept, in three looks, and all others wait in a collective for it
 
 

@@ -65,7 +65,7 @@ _MEANINGS = {
     Use.STOPPING: "ranks leave, the checkpoint is read back, the job is requeued",
     Use.HUNG: "no step, no save, and nobody had acted yet",
     Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host did not run",
-    Use.QUEUE: "between two attempts: in Slurm's queue, or nobody was in charge",
+    Use.QUEUE: "between two attempts: in Slurm's queue, or no supervisor ran",
     Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
     Use.SPARE: "nodes that were held and took no part: no time of the clock",
 }

@@ -197,7 +197,7 @@ def doubts(command: Sequence[str], found: Found, *, append: bool | None) -> Doub
     if found.no_way:
         no_way = (
             f"{found.no_way}: it starts from the beginning in each attempt, and every requeue loses all its work; see "
-            "`Adopting the trainer library` in the README"
+            "docs/tutorials/own-loop.md, or the guide of your framework in docs/frameworks.md"
         )
     return Doubts(no_place=no_place, unknown=unknown, no_way=no_way)
 

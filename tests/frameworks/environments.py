@@ -41,7 +41,8 @@ def place(name: str) -> Path:
 def requirements(name: str) -> Path:
     """Return the file that lists the packages of an environment."""
     oldest = HERE / f"requirements-{name}-oldest.txt"
-    return oldest if os.environ.get(VERSIONS_VARIABLE) == "oldest" and oldest.exists() else HERE / f"requirements-{name}.txt"
+    wanted = os.environ.get(VERSIONS_VARIABLE) == "oldest" and oldest.exists()
+    return oldest if wanted else HERE / f"requirements-{name}.txt"
 
 
 def python(name: str) -> tuple[Path | None, str]:

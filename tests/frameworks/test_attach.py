@@ -263,7 +263,7 @@ def test_a_notice_in_the_evaluation_behind_the_last_step_has_that_step_saved(
     with Watcher(tmp_path.name, lambda _: Path(f"{losses}.evaluating").exists()) as watcher:
         codes = play(name).play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
 
-    assert set(codes) <= {3, -9}, logs(losses)  # Lightning kills the other rank where it notices the first one's end
+    assert set(codes) <= {3, -9}, logs(losses)  # when one rank has ended badly, the other one is killed
     found = latest(out, capsys)["chosen"]
     assert found["step"] == 10, logs(losses)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from stepkeeper.core import events as on
 from tests.frameworks import environments
 from tests.lab import Lab
@@ -76,6 +78,14 @@ DEEPSPEED = Script(
     "--step_seconds", checkpoint="global_step{step}", saves_in_evaluation=False,
 )  # fmt: skip
 ALL = (HUGGINGFACE, LIGHTNING, ACCELERATE, DEEPSPEED)
+each_script = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.framework)
+
+
+def require(kind: Script) -> None:
+    """Skip a test where the environment of its framework was not built."""
+    python, why = environments.python(kind.environment)
+    if python is None:
+        pytest.skip(why)
 
 
 @dataclass

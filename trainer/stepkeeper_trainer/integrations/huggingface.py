@@ -124,7 +124,7 @@ def install(module: ModuleType) -> None:
 
 
 def _no_batch_behind_the_last_step(trainer_class: Any) -> None:
-    """Have a training that resumes at its last step do none: the Trainer counts only behind a step, and does one more."""
+    """Have a training that resumes at its last step do none: the Trainer looks behind a step, and does one more."""
     get_batch_samples = trainer_class.get_batch_samples
 
     @functools.wraps(get_batch_samples)

@@ -159,7 +159,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the ranks resume from step {step} instead of {start}, as a tier or the script decided"
         case r.NoLibrary():
             return (
-                "no rank has the trainer library, so the script gets notices as a signal (see docs/guides/own-handlers.md)"
+                "no rank has the trainer library, so the script gets notices as a signal (docs/guides/own-handlers.md)"
             )
         case r.StopSignalInstead():
             return "the script has no trainer library, so it gets the stop signal and time until the deadline"

@@ -131,7 +131,7 @@ def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: Run
     assert "the training is finished (exit code 0)" in said.out
     assert "the training finished at step 300" in said.out
     assert "scancel" not in said.out
-    assert "to go on" not in said.out
+    assert "to continue" not in said.out
     assert "No word" not in said.out
 
 

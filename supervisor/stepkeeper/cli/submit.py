@@ -387,7 +387,7 @@ def _after(run: RunDirectory, job: str) -> list[str]:
         return [f"--dependency=afterany:{job}"]
     said = queue.words(queued, time.time())
     raise StepkeeperError(
-        f"{said}: the run is not over; `stepkeeper stop {run.path}` ends that first", ExitCode.RUN_BUSY
+        f"{said}: the run is not over; `stepkeeper stop {run.path}` ends it first", ExitCode.RUN_BUSY
     )
 
 

@@ -9,8 +9,11 @@ _TEXT = """# Metrics for Prometheus
 
 {made}
 
-    stepkeeper run --metrics-textfile /var/lib/node_exporter/textfile -- CMD    # for node_exporter
-    stepkeeper run --metrics-port 9400 -- CMD                                   # http://127.0.0.1:9400/metrics
+    stepkeeper run --metrics-textfile /var/lib/node_exporter/textfile -- CMD
+    stepkeeper run --metrics-port 9400 -- CMD
+
+The first one writes a file for node_exporter. The second one answers at
+`http://127.0.0.1:9400/metrics`.
 
 Both come from the supervisor, on the batch node, and neither can slow or end the run. The supervisor logs what it
 cannot write or serve (`metrics_not_written`, `metrics_not_served`), and training continues. Sites set them once, in

@@ -163,7 +163,7 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 class MeshLoader:
     """A part of the state: a loader with a position of each data-parallel rank, where several ranks read the same data.
 
-    As many data-parallel ranks can go on with it, on any number of ranks: tensor and pipeline parallelism may change.
+    As many data-parallel ranks can resume it, on any number of ranks: tensor and pipeline parallelism may change.
     """
 
     def __init__(self, loader: Stateful, mesh: DeviceMesh) -> None:

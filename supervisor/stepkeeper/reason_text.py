@@ -78,7 +78,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.NoticePerhapsMissed():
             return "every watcher answers again, and Slurm is asked whether a notice was missed"
         case r.NoCheckpoint(script_resumes=True):
-            return "no verified step directory and no trainer library are known, so the script resumes by itself"
+            return "no verified step directory and no trainer library are known, so the script itself has to resume"
         case r.NoCheckpoint():
             return "no verified step directory exists: the training starts from the beginning"
         case r.CheckpointFound(directory=directory):
@@ -125,7 +125,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the storage failed its test: {problem}"
         case r.StorageTrusted(directory=directory):
             start = directory.rpartition("/")[2] if directory else "the beginning"
-            return f"the thorough test found no error, so the training goes on from {start}"
+            return f"the thorough test found no error, so the training continues from {start}"
         case r.StorageNotRecovered(waited_s=waited_s):
             return f"the storage has not recovered in {waited_s:.0f} s"
         case r.StorageTestAgain(after_s=after_s):
@@ -156,10 +156,10 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return "the trainer library answers: this script can save and resume"
         case r.ResumedElsewhere(step=step, chosen=chosen):
             start = f"step {chosen}" if chosen is not None else "the beginning"
-            return f"the ranks go on from step {step} instead of {start}, as a tier or the script decided"
+            return f"the ranks resume from step {step} instead of {start}, as a tier or the script decided"
         case r.NoLibrary():
             return (
-                "no rank has the trainer library, so the script gets notices as a signal (see `Adopting` in the README)"
+                "no rank has the trainer library, so the script gets notices as a signal (docs/guides/own-handlers.md)"
             )
         case r.StopSignalInstead():
             return "the script has no trainer library, so it gets the stop signal and time until the deadline"
@@ -212,7 +212,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.Relaunch():
             return "the next launch is prepared"
         case r.Late(timer=timer, within_s=within_s):
-            after = "; go on with `stepkeeper resume RUN`" if timer == Timer.REQUEUE_END else ""
+            after = "; continue it with `stepkeeper resume RUN`" if timer == Timer.REQUEUE_END else ""
             return f"{LATE.get(timer, timer)} {f'in {within_s:g} s' if within_s else 'in time'}{after}"
         # --- why a launch failed
         case r.CauseFound():
@@ -327,7 +327,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.WaitOver():
             return "the wait before the launch is over"
         case r.SpareOnly():
-            return "the node was a spare, so the training goes on"
+            return "the node was a spare, so the training continues"
         case r.RestingNodes(nodes=nodes, are=are):
             return f"{RESTING[are]}: {_all(nodes)}"
         case r.IdleNodes(error=error) if error:
@@ -353,7 +353,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.BusTriedAgain(answered=answered, slurm_state=slurm_state, error=error, without=without):
             said = f"Slurm answers ({slurm_state})" if answered else f"Slurm does not answer either ({error})"
             rest = f", without {_all(without)}" if without else ""
-            return f"{said}: the training goes on, and the watchers are started again{rest}"
+            return f"{said}: the training continues, and the watchers are started again{rest}"
         # --- how training goes
         case r.Silent(step=step, starting=starting):
             what = "the trainer library has not answered" if starting else "no rank has completed a step"
@@ -361,13 +361,13 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.NoStacks(again=again):
             return f"no stacks came in time{', so they are collected again' if again else ''}"
         case r.StandsStill(step=step, stacks=stacks):
-            return f"the training stands still since {_since(step)}: {stacks or 'no stacks came in time'}"
+            return f"no progress since {_since(step)}: {stacks or 'no stacks came in time'}"
         case r.StillMoves(stacks=stacks, early=early):
             return f"the ranks {'may still be at work' if early else 'take long, and still move'}: {stacks}"
         case r.SilentStart(stacks=stacks):
             return f"before the first message of the trainer library, {stacks}"
         case r.PartFailed(part=part, error=error):
-            return f"a mistake in Stepkeeper stopped {part}, and the training goes on (please report it): {error}"
+            return f"a mistake in Stepkeeper stopped {part}, and the training continues (please report it): {error}"
         case r.Suspended(seconds=seconds):
             return f"the supervisor did not run for {seconds:.0f} s, by which deadlines are put off"
         case r.LossWrong():

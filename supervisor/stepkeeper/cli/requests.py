@@ -38,8 +38,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare both commands."""
     save = subcommands.add_parser(
         "save",
-        help="have a run save a checkpoint now, and go on",
-        description="Have a run save a checkpoint at the next step, and go on.  Waits until it is committed.",
+        help="have a run save a checkpoint now, and continue",
+        description="Have a run save a checkpoint at the next step, and continue.  Waits until it is committed.",
     )
     _declare(save, "save")
     stop = subcommands.add_parser(
@@ -211,7 +211,7 @@ def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, obj
     if "cancelled" in found:
         printing.say(str(found["said"]))
     if "cancelled" in found or "exit_code" in found:
-        printing.say(f"to go on: stepkeeper resume {run.path}")
+        printing.say(f"to continue: stepkeeper resume {run.path}")
     return ExitCode.FINISHED
 
 

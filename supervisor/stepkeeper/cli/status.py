@@ -420,7 +420,7 @@ def _show(
         printing.say(f"to stop: stepkeeper stop {run.path}, or scancel {waiting.job}; its checkpoints stay")
     elif seen["done"] and (waiting is not None or status.exit_code not in GOES_ON_OR_IS_FINISHED):
         unsure = queued is not None and queued.error
-        printing.say("" if unsure else f"to go on: stepkeeper resume {run.path}")
+        printing.say("" if unsure else f"to continue: stepkeeper resume {run.path}")
     elif not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 

@@ -312,7 +312,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     """Declare the command."""
     command = subcommands.add_parser(
         "resume",
-        help="submit a run again as it was, to go on from its newest checkpoint",
+        help="submit a run again as it was; it resumes from its newest checkpoint",
         description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
@@ -348,7 +348,7 @@ def resume(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printing.say_json({**document, "job": job}, indent=2)
     else:
-        printing.say(f"job {job} is submitted; it goes on with {run.path}")
+        printing.say(f"job {job} is submitted; it continues {run.path}")
         printing.say(f"  see            stepkeeper status {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
     return ExitCode.FINISHED
@@ -387,7 +387,7 @@ def _after(run: RunDirectory, job: str) -> list[str]:
         return [f"--dependency=afterany:{job}"]
     said = queue.words(queued, time.time())
     raise StepkeeperError(
-        f"{said}: the run goes on already; `stepkeeper stop {run.path}` ends that first", ExitCode.RUN_BUSY
+        f"{said}: the run is not over; `stepkeeper stop {run.path}` ends it first", ExitCode.RUN_BUSY
     )
 
 

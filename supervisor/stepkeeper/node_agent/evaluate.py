@@ -130,7 +130,7 @@ class Evaluation:
 
     def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
         if driver_loaded(record.text):
-            loaded = on.GpusReset(at=record.at, why="the driver was loaded anew, which sets up every GPU")
+            loaded = on.GpusReset(at=record.at, why="the driver was loaded again, which resets every GPU")
             return [] if self._prefix or record.sequence < 0 else [loaded]
         if (report := parse(record.text)) is None:
             found = announcement(record.text)

@@ -326,5 +326,5 @@ def _how_to_open(server: serving.Server, token: str) -> list[str]:
         "",
         "Anyone with this URL can read the page. From another computer, first run:",
         f"    ssh -N -L {shlex.quote(way)} {there}",
-        "Ctrl-C ends it; the run goes on.",
+        "Ctrl-C ends it; the run continues.",
     ]

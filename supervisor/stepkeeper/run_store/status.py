@@ -56,7 +56,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_LIBRARY = (
     "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
-    "has the script save by a signal and starts it again; what it goes on from is its own"
+    "has the script save by a signal and starts it again; where it resumes is up to the script"
 )
 
 

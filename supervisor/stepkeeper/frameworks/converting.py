@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.frameworks import recognise
+from stepkeeper.frameworks.asking import serve
 from stepkeeper.frameworks.choosing import How, Judged, State, judge
 from stepkeeper.frameworks.framework import Step
 from stepkeeper.slurm.launch import without_python
@@ -162,20 +163,5 @@ def _call(argv: Sequence[str]) -> None:
         raise ConversionError(f"{argv[2]}: {said[:_SAID_CHARACTERS_MAX]}")
 
 
-def main() -> int:
-    """Convert what stdin names."""
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Conversion)
-    try:
-        document = msgspec.json.encode(convert(wanted, os.environ, _call))
-    except OSError as error:
-        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
-        return 1
-    except ConversionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.buffer.write(document)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(Conversion, lambda wanted: convert(wanted, os.environ, _call), ConversionError))

@@ -133,17 +133,21 @@ class StackTaker:
             time.sleep(self._apart_s)
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            families_on = {rank: kernel.of_family(pids[rank]) for rank in families}
+            families_at = time.monotonic()
             slept = {
                 rank: pids[rank]
                 for rank, family in families.items()
                 if kernel.sleeps_again(waited[rank], waits_on[rank])
-                and kernel.family_rests(family, kernel.of_family(pids[rank]), self._apart_s)
+                and kernel.family_rests(family, families_on[rank], self._apart_s)
             }
             second = self._sample(spy, wanted.launch, pids)
             same = {
                 rank: pid for rank, pid in slept.items() if in_own_code(first[rank]) and first[rank] == second[rank]
             }
-            asleep = self._sleep_on(spy, wanted.launch, same, second) if same else frozenset[int]()
+            asleep = frozenset[int]()
+            if same:
+                asleep = self._sleep_on(spy, wanted.launch, same, second, (families_on, families_at))
             stands: dict[int, int] = {}  # pids of ranks that do
             plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
@@ -188,19 +192,23 @@ class StackTaker:
             self._busy.release()
 
     def _sleep_on(
-        self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
+        self,
+        spy: str | None,
+        launch: int,
+        pids: dict[int, int],
+        before: dict[int, tuple[Frame, ...]],
+        families: tuple[Mapping[int, kernel.Family | None], float],
     ) -> frozenset[int]:
         """Return the ranks that do nothing but sleep, at the same line: who asks for something in between may go on."""
-        families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
+        used, used_at = families
         seconds = TRACED_SHARE * self._apart_s
-        begun_at = time.monotonic()
         with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
             traced = dict(zip(pids, threads.map(calls_made, pids.values(), repeat(seconds)), strict=True))
-        took_s = time.monotonic() - begun_at
+        took_s = time.monotonic() - used_at
         slept = {
             rank: pid
             for rank, pid in pids.items()
-            if only_sleeps(traced[rank]) and kernel.family_rests(families[rank], kernel.of_family(pid), took_s)
+            if only_sleeps(traced[rank]) and kernel.family_rests(used[rank], kernel.of_family(pid), took_s)
         }
         third = self._sample(spy, launch, slept)
         return frozenset(rank for rank in slept if third[rank] == before[rank])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from stepkeeper.loop_tools import Clock
+from stepkeeper.loop_tools import Clock, NewestWriter
 from stepkeeper.node_agent import evaluate, ledger, nvml, protocol, setup
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -111,7 +111,7 @@ class Agent:
         self._listing: threading.Thread | None = None
         self._stopped = threading.Event()
         self._stopping = ""
-        self._verdicts = ledger.VerdictWriter(
+        self._verdicts = NewestWriter(
             config.run_path / ledger.VERDICT_NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
             on_failure=lambda error: self.inbox.failed("verdict", error),

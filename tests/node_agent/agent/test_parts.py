@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.loop_tools import Clock
+from stepkeeper.loop_tools import Clock, NewestWriter
 from stepkeeper.node_agent import config, ledger, runtime
 from stepkeeper.node_agent.agent import Agent
 from stepkeeper.node_agent.core import events as on
@@ -274,7 +274,7 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book.append(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
-    writer = ledger.VerdictWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer = NewestWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
@@ -430,7 +430,7 @@ def test_a_sensor_that_fails_says_so_instead_of_ending_in_silence(tmp_path: Path
 
 def test_a_verdict_that_cannot_be_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
     failed: queue.Queue[BaseException] = queue.Queue()
-    writer = ledger.VerdictWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
+    writer = NewestWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
 
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failed.get(timeout=WITHIN_S), TypeError)

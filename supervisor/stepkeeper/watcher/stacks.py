@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, catches
+from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, ask
 from stepkeeper.watcher.frames import (
     Below,
     Doing,
@@ -236,8 +236,7 @@ class StackTaker:
             for rank, pid in pids.items()
             if not found.get(rank)
             and kernel.state_of(pid) != "T"  # it would answer when it goes on
-            and catches(pid, collectives.STACKS_SIGNAL)
-            and _signal(pid)
+            and ask(pid, collectives.STACKS_SIGNAL)
         }
         give_up_at = time.monotonic() + DUMP_WITHIN_S
         sizes = dict(begun)
@@ -348,14 +347,6 @@ def _numbers(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
     more = f" and {len(ranks) - RANKS_SHOWN_MAX} others" if len(ranks) > RANKS_SHOWN_MAX else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
-
-
-def _signal(pid: int) -> bool:
-    try:
-        os.kill(pid, collectives.STACKS_SIGNAL)
-    except OSError:
-        return False
-    return True
 
 
 def _size(path: Path) -> int:

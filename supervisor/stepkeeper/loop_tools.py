@@ -11,14 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
 import msgspec
 
 from stepkeeper.core.events import JobFacts
-from stepkeeper.run_store import lines
-from stepkeeper_trainer.formats.durable import write_atomically
 
 # Signals reach a loop at once, also in the moment in which it goes to sleep.
 #
@@ -178,52 +175,6 @@ def thread(name: str, work: Callable[[], object], on_failure: Callable[[BaseExce
             on_failure(error)
 
     return threading.Thread(target=guarded, name=name, daemon=True)
-
-
-class NewestWriter:
-    """Writes the newest version of a small file on a thread of its own: slow storage delays nobody."""
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        on_error: Callable[[OSError], None],
-        on_failure: Callable[[BaseException], object] = reraise,
-        every_s: float = 0.0,
-    ) -> None:
-        """Write no more often than `every_s`; `on_failure` gets a mistake of ours."""
-        self._path, self._every_s = path, every_s
-        self._on_error, self._on_failure = on_error, on_failure
-        self._newest: msgspec.Struct | None = None
-        self._changed, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write, name=path.stem, daemon=True)
-        self._thread.start()
-
-    def show(self, newest: msgspec.Struct) -> None:
-        """Hand over the newest version; returns at once."""
-        self._newest = newest
-        self._changed.set()
-
-    def close(self, last: msgspec.Struct, within_s: float) -> None:
-        """Write the last version, if the storage takes it in time."""
-        self._closing.set()
-        self.show(last)
-        self._thread.join(within_s)
-
-    def _write(self) -> None:
-        while self._changed.wait():
-            self._changed.clear()
-            last, newest = self._closing.is_set(), self._newest
-            try:
-                if newest is not None:
-                    write_atomically(self._path, lines.encode(newest) + b"\n", mode=0o644)
-            except OSError as error:
-                self._on_error(error)
-            except Exception as error:  # noqa: BLE001 - handed over
-                self._on_failure(error)
-            if last:
-                return
-            self._closing.wait(self._every_s)
 
 
 class Inbox(Generic[Item]):

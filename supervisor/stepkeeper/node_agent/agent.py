@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from stepkeeper.loop_tools import Clock, NewestWriter
+from stepkeeper.loop_tools import Clock
 from stepkeeper.node_agent import evaluate, ledger, nvml, protocol, setup
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -45,6 +45,7 @@ from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, Sources, Stop, 
 from stepkeeper.node_agent.setup import SetupWatch
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
 from stepkeeper.node_agent.xid.judge import LISTED_AGAIN_AFTER_S
+from stepkeeper.run_store.lines import NewestWriter
 from stepkeeper.slurm.nodes import NodeCommands
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)

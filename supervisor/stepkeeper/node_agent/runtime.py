@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO, assert_never, cast
+from typing import assert_never
 
 import msgspec
 import structlog
@@ -17,7 +17,6 @@ import structlog
 from stepkeeper import __version__, loop_tools
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream
 from stepkeeper.node_agent import evaluate, kernel
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -30,13 +29,10 @@ from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
 from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
-from stepkeeper.redaction import redact
 from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
-# The log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3)).
-
-PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+# The log: JSON lines with constant event names; below systemd each with its priority.
 
 
 def stdout_is_journal() -> bool:
@@ -49,27 +45,6 @@ def stdout_is_journal() -> bool:
     except (OSError, ValueError):
         return False
     return (device, inode) == (str(status.st_dev), str(status.st_ino))
-
-
-def configure_log(stream: PatientStream, *, journal: bool, **static: str) -> structlog.typing.FilteringBoundLogger:
-    """Set up the log and return the logger.  `static` keys stand in every line."""
-
-    def render(_: Any, __: str, event: structlog.typing.EventDict) -> str:
-        """Put what a reader looks for first in front."""
-        level = str(event.get("level", "info"))
-        first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
-        rest = {key: redact(value) if isinstance(value, str) else value for key, value in event.items()}
-        line = cast("str", json(None, "", {**first, **static, **rest}))
-        return f"<{PRIORITIES.get(level, 6)}>{line}" if journal else line
-
-    json = structlog.processors.JSONRenderer(sort_keys=False)
-    structlog.configure(
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True), render],
-        wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
-        cache_logger_on_first_use=True,
-    )
-    return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger())
 
 
 # Words to systemd, the only place that imports `sdnotify`.  Without NOTIFY_SOCKET they go nowhere.

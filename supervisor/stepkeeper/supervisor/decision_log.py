@@ -13,10 +13,11 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.state import State
-from stepkeeper.loop_tools import NewestWriter
+from stepkeeper.loop_tools import reraise
 from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
+from stepkeeper.run_store.lines import NewestWriter
 from stepkeeper.run_store.recorder import Recorder
 
 STATUS_EVERY_S = 2.0
@@ -50,6 +51,7 @@ class DecisionLog:
             status_path,
             every_s=STATUS_EVERY_S,
             on_error=lambda error: log.warning("status_not_written", error=str(error)),
+            on_failure=reraise,
         )
 
     def decided(self, before: State, event: on.Event, decision: Decision) -> None:

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.loop_tools import Clock, NewestWriter
+from stepkeeper.loop_tools import Clock
 from stepkeeper.node_agent import config, ledger, runtime
 from stepkeeper.node_agent.agent import Agent
 from stepkeeper.node_agent.core import events as on
@@ -27,6 +27,7 @@ from stepkeeper.node_agent.readings import KernelRecord
 from stepkeeper.node_agent.runtime import Systemd
 from stepkeeper.node_agent.xid import catalogue
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind
+from stepkeeper.run_store.lines import NewestWriter
 
 ACT = Policy(mode=Mode.ACT)
 T = 1_790_000_000.0
@@ -169,8 +170,8 @@ def test_what_is_a_constant_now_is_passed_over_or_refused_with_its_value() -> No
 
     assert config.parse(text.encode(), "x") == config.NodeConfig()
     said = wrong("[limits]\nwatch_s = 60")
-    assert said == "node.toml: `limits.watch_s` is a constant since 0.2: 300.0; leave it out"
-    assert "`nvml` is a constant since 0.2: true" in wrong("nvml = false")
+    assert said == "node.toml: `limits.watch_s` is a constant since 1.0: 300.0; leave it out"
+    assert "`nvml` is a constant since 1.0: true" in wrong("nvml = false")
     assert "`limits` is not known" in wrong("[limits]\nwatsch_s = 60\n")
 
 

@@ -22,18 +22,13 @@ _PICKLE_BEGINS = b"\x80"  # torch.save before 1.6 or with the old format, and pl
 _TRANSFORMED = "is compressed: a deep verification follows its frames, and compares no bytes"
 
 
-def add_plain(contents: Contents, *names: str, required: bool = True) -> bool:
-    """Add files that have no structure of their own; return whether all are there."""
-    whole = True
-    for name in names:
-        if name in contents.tree:
-            contents.parts.setdefault(name, Part(name, Kind.PLAIN))
-        elif required or name in contents.tree.odd:
-            contents.problem(f"{name}: {contents.tree.why_missing(name)}")
-            whole = False
-        else:
-            whole = False
-    return whole
+def add_plain(contents: Contents, name: str) -> bool:
+    """Add a file that has no structure of its own; return whether it is there."""
+    if name not in contents.tree:
+        contents.problem(f"{name}: {contents.tree.why_missing(name)}")
+        return False
+    contents.parts.setdefault(name, Part(name, Kind.PLAIN))
+    return True
 
 
 def add_json(contents: Contents, name: str) -> Any:
@@ -81,7 +76,7 @@ def _read_old(contents: Contents, name: str, descriptor: int) -> Any:
     return found.value
 
 
-def read_pickle(contents: Contents, name: str, *, start: int = 0, length: int | None = None) -> Any:
+def read_pickle(contents: Contents, name: str) -> Any:
     """Return what `data.pkl` of an archive of `torch.save` says, as inert data; None where it cannot be read.
 
     Names of code become notes; names that run programs become problems.
@@ -92,10 +87,11 @@ def read_pickle(contents: Contents, name: str, *, start: int = 0, length: int | 
         contents.problem(str(error))
         return None
     try:
-        size = os.fstat(descriptor).st_size - start if length is None else length
         if _is_old(descriptor):
             return _read_old(contents, name, descriptor)
-        found = inert.read(_data_pickle(descriptor, archives.read_directory(descriptor, start, size)))
+        found = inert.read(
+            _data_pickle(descriptor, archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size))
+        )
     except (ArchiveError, inert.InertError, OSError) as error:
         contents.problem(f"{name}: {error}")
         return None

@@ -10,6 +10,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, State
+from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.formats.plain import read_plain
 
 ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
@@ -62,10 +63,7 @@ def is_over(path: Path) -> bool:
     Raises:
         OSError: the file is there and cannot be read.
     """
-    try:
-        status = read(path)
-    except msgspec.MsgspecError:
-        return False  # of a newer version: it cannot be known
+    status = known(path)
     return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
@@ -126,3 +124,27 @@ def read(path: Path) -> Status | None:
         return msgspec.json.decode(data, type=Status)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(str(error)) from error
+
+
+def known(path: Path) -> Status | None:
+    """Return the status; None where there is none that this version can read.  Raises OSError, as `read`."""
+    try:
+        return read(path)
+    except msgspec.MsgspecError:
+        return None
+
+
+def require(path: Path) -> Status | None:
+    """Return the status; None where there is none.
+
+    Raises:
+        OSError: as `read`.
+        StepkeeperError: it is no status.
+    """
+    try:
+        return read(path)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(
+            f"{path}: not a status: {error}; the journal tells more: `stepkeeper events {path.parent}`",
+            ExitCode.RUN_DIRECTORY,
+        ) from error

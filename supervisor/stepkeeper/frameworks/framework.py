@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -164,9 +164,15 @@ class Framework(Protocol):
         """Return the checkpoints below a directory, in any order, none of them judged.  Raises OSError."""
         below = root / self.folder
         places = [root, below] if self.folder and below.is_dir() and not below.is_symlink() else [root]
-        if self.step_name is not None:
-            return [step for place in places for step in named(place, self.step_name)]
-        return [step for place in places for step in by_content(place, self.is_step, self.number_of)]
+        return [step for place in places for step in self._steps_in(place)]
+
+    def _steps_in(self, root: Path) -> list[Step]:
+        """Return those of one directory.  Links are passed over: what one leads to is listed by its own name."""
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        if self.step_name is None:
+            return [Step(root / name, self.number_of(name)) for name in names if self.is_step(root / name)]
+        return [Step(root / name, _number(found)) for name in names if (found := self.step_name.fullmatch(name))]
 
     def number_of(self, name: str) -> int | None:
         """Return the step that the name of a checkpoint shows, where names are the script's own."""
@@ -240,32 +246,6 @@ class Framework(Protocol):
         if contents.number is None or contents.target is None:
             return None
         return contents.number >= contents.target
-
-
-def named(root: Path, pattern: re.Pattern[str]) -> list[Step]:
-    """Return the directories in a directory whose whole name matches; group 1, where there is one, is the step.
-
-    Links are passed over: the checkpoint that one leads to is listed by its own name.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return [Step(root / name, _number(found)) for name in names if (found := pattern.fullmatch(name))]
-
-
-def by_content(root: Path, is_step: Callable[[Path], bool], number: Callable[[str], int | None]) -> list[Step]:
-    """Return the directories in a directory that are checkpoints by what they hold: their names are the script's own.
-
-    Links are passed over, as by `named`.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return [Step(root / name, number(name)) for name in names if is_step(root / name)]
 
 
 def beside(step: Step, steps: Sequence[Step]) -> Step | None:

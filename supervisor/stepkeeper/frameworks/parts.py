@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepkeeper.frameworks import archives, inert
@@ -44,26 +44,34 @@ def add_json(contents: Contents, name: str) -> Any:
 
 def add_archive(contents: Contents, name: str) -> bool:
     """Add a file of `torch.save`, by the end and the directory of its archive; return whether it can be read."""
-    try:
-        descriptor = contents.tree.descriptor(name)
-    except ReadError as error:
-        contents.problem(str(error))
-        return False
-    try:
-        size = os.fstat(descriptor).st_size
+
+    def look(descriptor: int) -> bool:
         if _is_old(descriptor):
             contents.parts[name] = Part(name, Kind.PLAIN)
             contents.note(f"{name}: in a format without checksums: only its names were looked at")
             _read_old(contents, name, descriptor)
-            return True
-        archives.read_directory(descriptor, 0, size)
+        else:
+            archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size)
+            contents.parts[name] = Part(name, Kind.ARCHIVE)
+        return True
+
+    return bool(_read(contents, name, look))
+
+
+def _read(contents: Contents, name: str, look: Callable[[int], Any]) -> Any:
+    """Return what is seen in a file; None where it cannot be read, which is a problem of the checkpoint then."""
+    try:
+        descriptor = contents.tree.descriptor(name)
+    except ReadError as error:
+        contents.problem(str(error))
+        return None
+    try:
+        return look(descriptor)
     except (ArchiveError, inert.InertError, OSError) as error:
         contents.problem(f"{name}: {error}")
-        return False
+        return None
     finally:
         os.close(descriptor)
-    contents.parts[name] = Part(name, Kind.ARCHIVE)
-    return True
 
 
 def _is_old(descriptor: int) -> bool:
@@ -81,24 +89,16 @@ def read_pickle(contents: Contents, name: str) -> Any:
 
     Names of code become notes; names that run programs become problems.
     """
-    try:
-        descriptor = contents.tree.descriptor(name)
-    except ReadError as error:
-        contents.problem(str(error))
-        return None
-    try:
+
+    def look(descriptor: int) -> Any:
         if _is_old(descriptor):
             return _read_old(contents, name, descriptor)
-        found = inert.read(
-            _data_pickle(descriptor, archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size))
-        )
-    except (ArchiveError, inert.InertError, OSError) as error:
-        contents.problem(f"{name}: {error}")
-        return None
-    finally:
-        os.close(descriptor)
-    report_names(contents, name, found)
-    return found.value
+        records = archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size)
+        found = inert.read(_data_pickle(descriptor, records))
+        report_names(contents, name, found)
+        return found.value
+
+    return _read(contents, name, look)
 
 
 def _data_pickle(descriptor: int, records: list[Record]) -> bytes:

@@ -294,7 +294,7 @@ def _require_one_way(arguments: argparse.Namespace) -> None:
     if arguments.run is not None and arguments.all:
         wrong = "--all goes without RUN"
     elif arguments.web and (arguments.follow or arguments.json or arguments.all):
-        wrong = "--web shows one run: it goes without --follow, --json and --all; the page has figures at data.json"
+        wrong = "--web shows one run: it goes without --follow, --json and --all"
     elif not arguments.web and (arguments.port is not None or arguments.socket is not None):
         wrong = "--port and --socket go with --web"
     elif arguments.follow and (arguments.json or arguments.all):

@@ -71,13 +71,12 @@ class Agent:
         client: NodeCommands,
         systemd: Systemd,
         log: structlog.typing.FilteringBoundLogger,
-        clock: Clock | None = None,
     ) -> None:
         self.config = config
         self.policy = config.policy
         self.state = state
         self.log = log
-        self.inbox = Inbox(clock or Clock(), self._part_failed)
+        self.inbox = Inbox(Clock(), self._part_failed)
         self._book = book
         book.on_failure = self.inbox.fail
         self._systemd = systemd

@@ -260,10 +260,7 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
 
 def _works(run: RunDirectory, launch: Launch) -> bool:
     """Tell whether the supervisor of a launch still writes, and its ranks may run."""
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        return False
+    status = status_file.known(run.status)
     return (
         status is not None
         and (status.attempt, status.launch, status.phase) == (launch.attempt, launch.launch, Phase.TRAINING)

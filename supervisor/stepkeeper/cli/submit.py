@@ -360,10 +360,7 @@ def _newest_job(run: RunDirectory) -> str:
     Raises:
         StepkeeperError: no job is known.
     """
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        status = None  # of a newer version: the other files may say
+    status = status_file.known(run.status)  # of one of a newer version, the other files may say
     waiting = queue.waiting(run, status)
     if waiting is not None:
         return waiting.job

@@ -383,9 +383,7 @@ def _after(run: RunDirectory, job: str) -> list[str]:
     if queued.state is not None and job_state(queued.state) is JobState.COMPLETING:
         return [f"--dependency=afterany:{job}"]
     said = queue.words(queued, time.time())
-    raise StepkeeperError(
-        f"{said}: the run is not over; `stepkeeper stop {run.path}` ends it first", ExitCode.RUN_BUSY
-    )
+    raise StepkeeperError(f"{said}: the run is not over; `stepkeeper stop {run.path}` ends it first", ExitCode.RUN_BUSY)
 
 
 def _submission(run: RunDirectory, newest: str) -> Submission:

@@ -37,10 +37,10 @@ class Target(NamedTuple):
 
 
 _HUGGINGFACE = Target("huggingface", ("transformers",), (4, 46), (6,))
-_LIGHTNING = Target("lightning", ("lightning", "pytorch-lightning"), (2, 2), (3,))
-_DEEPSPEED = Target("deepspeed", ("deepspeed",), (0, 15), (0, 20))
+_LIGHTNING = Target("lightning", ("lightning", "pytorch-lightning"), (2, 3), (3,))
+_DEEPSPEED = Target("deepspeed", ("deepspeed",), (0, 19), (0, 20))
 _TORCHTITAN = Target("torchtitan", ("torchtitan",), (0, 3), (0, 4))
-_ACCELERATE = Target("accelerate", ("accelerate",), (1,), (2,))
+_ACCELERATE = Target("accelerate", ("accelerate",), (1, 5), (2,))
 
 MODULES = {
     "transformers.trainer": _HUGGINGFACE,

@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import FileEntry
+from stepkeeper_trainer.formats.manifest import FileEntry, seal
+from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.commit import Completer
@@ -23,6 +24,7 @@ from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
 from stepkeeper_trainer.save.save import Phase
 from stepkeeper_trainer.save.writer import FilePlan, in_threads, places_in_file, read_back, write_file
+from stepkeeper_trainer.tiers.tier import Held
 from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
+    from stepkeeper_trainer.save.dcp_metadata import Values
     from stepkeeper_trainer.save.planner import Planner, Share
     from stepkeeper_trainer.save.replicas import Hash
     from stepkeeper_trainer.save.save import Save
     from stepkeeper_trainer.save.staging import Staging
+    from stepkeeper_trainer.tiers.memory import Snapshots
     from stepkeeper_trainer.tiers.uploader import Uploader
 
 
@@ -50,6 +54,11 @@ class ShareFiles:
     share: Share
     plans: tuple[FilePlan, ...]
     items: msgspec.Raw  # as reported
+
+    @property
+    def bytes(self) -> int:
+        """How much they take, about: gaps between neighbours are written too."""
+        return sum(extent[5] - extent[0] for plan in self.plans for extent in plan.extents)
 
 
 class FilePlanner:
@@ -148,11 +157,13 @@ class Persister:
         planner: Planner,
         completer: Completer,
         uploader: Uploader | None,
+        snapshots: Snapshots | None,
         dcp_values: bool,
     ) -> None:
         """Prepare; `dcp_values`: numbers and text of the state are written for stock DCP too."""
         self._rank, self._staging, self._planner, self._completer = rank, staging, planner, completer
         self._uploader = uploader  # where the nodes' own disks come first
+        self._snapshots = snapshots
         self._files = FilePlanner(rank, staging)
         self._values = Encoder() if dcp_values else None
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
@@ -176,6 +187,8 @@ class Persister:
         if changed or not self._files.is_of(share):
             self._staging.take(tensors)
             self._files.lay_out(share)
+        if self._snapshots is not None:
+            self._snapshots.expect(self._files.of(share).bytes)
 
     def persist(
         self,
@@ -207,16 +220,68 @@ class Persister:
         upload = self._upload(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):
-                values = self._values.encode(skeletons(tensors)) if self._values is not None else None
-                self._completer.complete(save, share, given_up, upload, values=values)
+                self._completer.complete(save, share, given_up, upload, values=self._encode(tensors))
         if self._uploader is not None:
             self._uploader.written(upload, seconds)
+        self._lay_out(share)
+
+    def hold(self, save: Save, tensors: Mapping[str, torch.Tensor], *, changed: bool) -> None:
+        """Have a snapshot held in the memory of all nodes: the ranks tell each other, and shared storage has no part.
+
+        A rank that cannot go on takes part to the end, so that no other waits for it.
+
+        Raises:
+            SaveError, TierError, OSError, RuntimeError: the snapshot came to nothing.
+        """
+        assert self._snapshots is not None, "no snapshot is begun without"
+        self._staging.finish()
+        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=save.limit_at - time.time())
+        problem: Exception | None = None
+        try:
+            files = self._files.of(share)
+            self._snapshots.expect(files.bytes)
+            save.local = self._snapshots.begin(save.summary.step, save.save_id)
+            report = self._report_of(save, files, self._write_all(save, files))
+        except Exception as error:  # noqa: BLE001  # raised below, when the others know
+            problem = error
+            report = RankReport(rank=self._rank, save_id=save.save_id, error=shorten(str(error)))
+        reports = self._planner.gather(report)
+        answer: bytes | str = ""  # the manifest, or why there is none
+        if reports is not None:
+            try:
+                answer = seal(self._completer.describe_snapshot(save, share, reports, values=self._encode(tensors)))
+            except Exception as error:  # noqa: BLE001  # the same
+                problem, answer = problem or error, str(error) or type(error).__name__
+        answer = self._planner.share_out(answer)
+        if isinstance(answer, str):
+            raise problem or SaveError(answer)
+        held = Held.read("", answer, source="rank 0")
+        try:
+            self._snapshots.commit(held)
+        except OSError as error:
+            problem = error
+        self._planner.confirm(str(problem) if problem is not None else None, save.limit_at - time.time())
+        self._snapshots.held(held)
+        save.advance(Phase.REPORTED)
+        save.advance(Phase.COMMITTED)
+        self._lay_out(share)
+
+    def give_back(self, save: Save, error: BaseException) -> None:
+        """Give back what this rank has written of a snapshot that came to nothing."""
+        assert self._snapshots is not None
+        self._snapshots.failed(save.summary.step, save.save_id, error)
+
+    def _lay_out(self, share: Share) -> None:
+        """Lay the arena out by file, where the save has found another share than was laid out."""
         if not self._files.is_of(share):
             try:
                 self._files.lay_out(share)
-            except Exception as error:  # noqa: BLE001  # what is on disk is no less committed for it
+            except Exception as error:  # noqa: BLE001  # what is saved is no less so for it
                 self._staging.signature = None
                 warn("layout_failed", why=error)
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> Values | None:
+        return self._values.encode(skeletons(tensors)) if self._values is not None else None
 
     def _write(self, save: Save, files: ShareFiles) -> dict[str, FileEntry]:
         """Write this rank's files: to the node's own disk where there is one and it takes them."""
@@ -253,15 +318,15 @@ class Persister:
         )
 
     def _report(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> None:
+        publish(save.directory, self._report_of(save, files, written))
+
+    def _report_of(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> RankReport:
         self._hashes = {name: self._staging.hash_of(name) for name in files.share.replicas.names}
         digests = digest(files.share.replicas, self._hashes.get)
-        publish(
-            save.directory,
-            RankReport(
-                rank=self._rank,
-                save_id=save.save_id,
-                items=files.items,
-                files=written,
-                replicas=digests,
-            ),
+        return RankReport(
+            rank=self._rank,
+            save_id=save.save_id,
+            items=files.items,
+            files=written,
+            replicas=digests,
         )

@@ -78,7 +78,8 @@ class Save:
     requested_at: float  # Unix seconds
     limit_at: float  # Unix seconds
     directory: Path
-    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
+    local: Path | None = None  # where this rank writes its files, if that is its node's own disk or memory
+    snapshot: bool = False  # held in the nodes' memory, and never on shared storage
     ask_room: bool = False  # whether it is given up where there is no room for it
     read_back: bool = False  # what was written is compared with what the disk has, before it counts
     blocked_s: float = 0.0  # training stood still for
@@ -225,6 +226,11 @@ class Failing:
             self._report_to_supervisor(save, why)
         self._give_back(save, why)
 
+    def snapshot_failed(self, save: Save, why: str) -> None:
+        """Tell of a snapshot that has failed, unless a save took its place: the one before is there still."""
+        if save.cancelled is None:
+            warn("snapshot_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
+
     def taken_again(self, save: Save, why: str) -> None:
         """Give back what a save wrote that is taken again: the supervisor hears of the next one only."""
         if self._rank == 0:
@@ -246,7 +252,9 @@ class Failing:
         Nothing can end its thread, which still reads what the next save would write: training goes on without saves
         until the storage answers.
         """
-        if save is None or save.over or save.reported_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
+        if save is None or save.snapshot or save.over or save.reported_stuck:
+            return
+        if time.time() < save.limit_at + STUCK_AFTER_S:
             return
         save.reported_stuck = True
         why = shorten(f"the storage does not answer: {save.at}")

@@ -247,6 +247,8 @@ class CheckpointManager:
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
+        if self._tiering is not None and self._tiering.snapshots is not None:
+            self._reporter.memory = str(self._tiering.snapshots.directory)
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
@@ -301,6 +303,7 @@ class CheckpointManager:
         loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
         if self._records is not None:
             self._records.step(loss, lr, grad_norm, metrics)
+        self._reporter.held_step = saver.held_step
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._periodic.step(counters.step, epoch_end=epoch_end)
         self._snapshots.step(counters.step)

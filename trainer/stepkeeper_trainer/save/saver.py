@@ -120,6 +120,7 @@ class Saver:
             uploader.ended = self.ended.of
         self.last: Save | None = None  # or snapshot
         self.last_save: Save | None = None  # that is none
+        self.held_step: int | None = None  # of the newest snapshot that all nodes hold
         self.persist_s: float | None = None  # how long the last good save took, from request to durable
 
     @property
@@ -402,6 +403,7 @@ class Saver:
         self._settle(save, error)
 
     def _say_held(self, save: Save) -> None:
+        self.held_step = save.summary.step
         if self._rank == 0:
             seconds = round(time.time() - save.requested_at, 3)
             say("snapshot_held", step=save.summary.step, blocked_s=save.blocked_s, seconds=seconds)

@@ -21,7 +21,7 @@ from pathlib import Path
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.directory import LocalTier
 from stepkeeper_trainer.tiers.peers import PeerCopies
-from stepkeeper_trainer.tiers.tier import Held, TierError
+from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError
 
 ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has grown
 RESERVE_SHARE = 0.05  # of a memory limit stays free: the kernel ends a process at the limit, and not the snapshot
@@ -39,7 +39,7 @@ class Memory(LocalTier):
         super().__init__(checkpoints, keep=1)
 
     @property
-    def _own(self) -> Path:
+    def own(self) -> Path:
         """All that this run has here."""
         return self.checkpoints.parent
 
@@ -50,11 +50,11 @@ class Memory(LocalTier):
             TierError: it is not safe.
             OSError: it cannot be made.
         """
-        users = self._own.parent
+        users = self.own.parent
         _require_safe_parent(users.parent)
         for _ in range(TRIES):
             with contextlib.suppress(FileNotFoundError):  # another run of this user has ended, and taken it away
-                for each in (users, self._own, self.checkpoints):
+                for each in (users, self.own, self.checkpoints):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(each, mode=0o700)
                     _require_own(each)
@@ -88,15 +88,15 @@ class Memory(LocalTier):
 
     def discard(self) -> None:
         """Remove all that this run has here, and the user's directory where nothing else is in it."""
-        shutil.rmtree(self._own, ignore_errors=True)
+        shutil.rmtree(self.own, ignore_errors=True)
         with contextlib.suppress(OSError):  # other runs have something there
-            self._own.parent.rmdir()
+            self.own.parent.rmdir()
 
     def sweep(self) -> list[str]:
         """Remove what other runs of this user left here when their node or job was killed; return the names."""
         removed = []
-        for entry in _entries(self._own.parent):
-            if entry.name != self._own.name and entry.is_dir(follow_symlinks=False) and _age_s(entry.path) > STALE_S:
+        for entry in _entries(self.own.parent):
+            if entry.name != self.own.name and entry.is_dir(follow_symlinks=False) and _age_s(entry.path) > STALE_S:
                 shutil.rmtree(entry.path, ignore_errors=True)
                 removed.append(entry.name)
         return removed
@@ -192,10 +192,29 @@ class Snapshots:
         if isinstance(error, OSError | TierError):
             self._rest_until = time.monotonic() + REST_S
 
+    @property
+    def directory(self) -> Path:
+        """All that this run has in this node's memory."""
+        return self._memory.own
+
     def discard(self) -> None:
         """Remove all: the run has ended, and its state is on shared storage."""
         if self._leads:
             self._memory.discard()
+
+
+def discard_told(where: str) -> None:
+    """Remove a run's snapshots by what a rank has said of them, unless it is not such a place.
+
+    Raises:
+        TierError, OSError: it is none, or not safe.
+    """
+    memory = Memory(Path(where) / "checkpoints")
+    if not (os.path.isabs(where) and memory.own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
+        raise TierError(f"{where}: not a place of snapshots")
+    if memory.own.is_dir():
+        _require_own(memory.own.parent)
+        memory.discard()
 
 
 def _require_own(path: Path) -> None:

@@ -223,7 +223,7 @@ def test_where_memory_has_no_room_it_is_told_once_and_training_and_saves_go_on(
         said = ranks.output()
     assert held(ranks) == [], said
     assert said.count("snapshots_wait") == 1, said
-    assert re.search(r"snapshots_wait rank=1 .*a snapshot takes .* MiB, and 0 MiB are free", said), said
+    assert re.search(r"snapshots_wait rank=1 .*a snapshot takes .* MiB; 0 MiB of 0 MiB are free", said), said
     assert losses(tmp_path / "run") == undisturbed
     assert [each.step for each in steps.list_steps(tmp_path / "run" / "checkpoints")] == [24, 16, 8]
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.manifest import FileEntry, seal
 from stepkeeper_trainer.formats.messages import shorten
@@ -30,7 +32,6 @@ from stepkeeper_trainer.tiers.uploader import Upload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import msgspec
     import torch
 
     from stepkeeper_trainer.save.dcp_metadata import Values
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.tiers.uploader import Uploader
 
 
+SAME = msgspec.Raw(b"null")  # items that rank 0 knows
 FILES_MAX = 4  # of a rank, written beside each other; more where they would be too large
 FILE_BYTES_MIN = 64 * 1024 * 1024  # a share is split where each file still gets so much
 FILE_BYTES_MAX = 4 * 1024 * 1024 * 1024  # about: what a copy to an object store sends again after it was interrupted
@@ -166,6 +168,8 @@ class Persister:
         self._snapshots = snapshots
         self._files = FilePlanner(rank, staging)
         self._values = Encoder() if dcp_values else None
+        self._items_told: msgspec.Raw | None = None  # of this rank, to rank 0, by the newest snapshot
+        self._items: dict[int, msgspec.Raw] = {}  # rank 0: what each rank has told
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
 
     def forget(self) -> None:
@@ -245,7 +249,7 @@ class Persister:
         except Exception as error:  # noqa: BLE001  # raised below, when the others know
             problem = error
             report = RankReport(rank=self._rank, save_id=save.save_id, error=shorten(str(error)))
-        reports = self._planner.gather(report)
+        reports = self._gather(report)
         answer: bytes | str = ""  # the manifest, or why there is none
         if reports is not None:
             try:
@@ -253,6 +257,7 @@ class Persister:
             except Exception as error:  # noqa: BLE001  # the same
                 problem, answer = problem or error, str(error) or type(error).__name__
         answer = self._planner.share_out(answer)
+        self._items_told = report.items  # rank 0 has answered: it has them
         if isinstance(answer, str):
             raise problem or SaveError(answer)
         held = Held.read("", answer, source="rank 0")
@@ -265,6 +270,15 @@ class Persister:
         save.advance(Phase.REPORTED)
         save.advance(Phase.COMMITTED)
         self._lay_out(share)
+
+    def _gather(self, report: RankReport) -> list[RankReport] | None:
+        """Return all ranks' reports, on rank 0: what they said of their items before is not sent again."""
+        known = report.items is self._items_told
+        received = self._planner.gather(msgspec.structs.replace(report, items=SAME) if known else report)
+        if received is None:
+            return None
+        self._items.update({each.rank: each.items for each in received if each.items != SAME})
+        return [msgspec.structs.replace(each, items=self._items[each.rank]) for each in received]
 
     def give_back(self, save: Save, error: BaseException) -> None:
         """Give back what this rank has written of a snapshot that came to nothing."""

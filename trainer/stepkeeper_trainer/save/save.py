@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepkeeper_trainer import __version__
-from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.errors import SaveError, UnequalError
 from stepkeeper_trainer.formats.messages import SaveFailed, shorten
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import RankReport, publish_failure
 from stepkeeper_trainer.tiers.directory import give_up
+from stepkeeper_trainer.tiers.tier import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,9 +227,14 @@ class Failing:
             self._report_to_supervisor(save, why)
         self._give_back(save, why)
 
-    def snapshot_failed(self, save: Save, why: str) -> None:
-        """Tell of a snapshot that has failed, unless a save took its place: the one before is there still."""
-        if save.cancelled is None:
+    def snapshot_failed(self, save: Save, error: BaseException, why: str) -> None:
+        """Tell of a snapshot that has failed: the one before is there still.
+
+        Rank 0 tells for all but for what befell one rank's memory.  One that gave way to a save, or is taken again
+        when it is known how values differ, has not failed.
+        """
+        own = isinstance(error, (OSError, TierError))
+        if save.cancelled is None and not isinstance(error, UnequalError) and (own or self._rank == 0):
             warn("snapshot_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
 
     def taken_again(self, save: Save, why: str) -> None:

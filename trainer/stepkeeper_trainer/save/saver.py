@@ -474,7 +474,7 @@ class Saver:
                 self._drifted = self._drifted or isinstance(error, DriftError)
                 if save.snapshot:
                     self._persister.give_back(save, error)
-                    self._failing.snapshot_failed(save, save.error)
+                    self._failing.snapshot_failed(save, error, save.error)
                     return
                 if isinstance(error, UnequalError):
                     self._failing.taken_again(save, save.error)

@@ -18,13 +18,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.tiers.directory import LocalTier
+from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, give_up
 from stepkeeper_trainer.tiers.peers import PeerCopies
 from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError
 
 ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has grown
-RESERVE_SHARE = 0.05  # of a memory limit stays free: the kernel ends a process at the limit, and not the snapshot
+RESERVE_SHARE = 0.1  # of each limit stays free: at the limit the kernel ends the training, and not the snapshot
 LOOK_EVERY_S = 1.0  # for room
 TRIES = 3
 REST_S = 60.0  # after a disk error: whatever it is, it is not tried at each step
@@ -70,21 +71,26 @@ class Memory(LocalTier):
         self.open()
         return super().begin(step, save_id, size)
 
-    def keep_only(self, save_id: str | None) -> None:
+    def keep_only(self, directory: str | None) -> None:
         """Remove all snapshots but one; what cannot be removed now is removed the next time."""
-        for held in self.steps():
-            if held.manifest.save_id != save_id:
-                with contextlib.suppress(OSError):
-                    self.tier.remove(held)
+        for name in self._beside(directory):
+            if name.startswith(TRASH):
+                shutil.rmtree(self.checkpoints / name, ignore_errors=True)
+            else:
+                give_up(self.checkpoints / name)
 
-    def bytes_beside(self, save_id: str | None) -> int:
+    def bytes_beside(self, directory: str | None) -> int:
         """Return how much `keep_only` would give back."""
         return sum(
             entry.stat().st_blocks * 512
-            for held in self.steps()
-            if held.manifest.save_id != save_id
-            for entry in _entries(self.checkpoints / held.directory)
+            for name in self._beside(directory)
+            for entry in _entries(self.checkpoints / name)
         )
+
+    def _beside(self, directory: str | None) -> list[str]:
+        """Return the other snapshots, by their names alone: manifests may be large, and training waits."""
+        names = (entry.name for entry in _entries(self.checkpoints))
+        return [n for n in names if n != directory and (n.startswith(TRASH) or parse_step_name(n) is not None)]
 
     def discard(self) -> None:
         """Remove all that this run has here, and the user's directory where nothing else is in it."""
@@ -101,14 +107,15 @@ class Memory(LocalTier):
                 removed.append(entry.name)
         return removed
 
-    def why_no_room(self, size: int, save_id: str | None) -> str | None:
-        """Say why `size` bytes do not fit beside the snapshot `save_id`; None where they do.  Raises OSError."""
-        wanted = int(size * ROOM_FACTOR) - self.bytes_beside(save_id)
+    def why_no_room(self, size: int, directory: str | None) -> str | None:
+        """Say why `size` bytes do not fit beside the snapshot in `directory`; None where they do.  Raises OSError."""
+        wanted = int(size * ROOM_FACTOR) - self.bytes_beside(directory)
         status = os.statvfs(self.checkpoints)
-        free = status.f_bavail * status.f_frsize
-        if free < wanted:
-            return f"{self.checkpoints}: a snapshot takes {_mib(wanted)}, and {_mib(free)} are free"
-        for where, free, whole in memory_left():
+        unit = status.f_frsize
+        for where, free, whole in (
+            (str(self.checkpoints), status.f_bavail * unit, status.f_blocks * unit),
+            *memory_left(),
+        ):
             if free - RESERVE_SHARE * whole < wanted:
                 return (
                     f"{where}: a snapshot takes {_mib(wanted)}; {_mib(free)} of {_mib(whole)} are free, "
@@ -124,7 +131,8 @@ class Snapshots:
         """Begin with an empty memory; `ranks` are those of this node."""
         self._memory, self._ranks, self._rank, self._peers = memory, len(ranks), rank, peers
         self._leads = ranks[0] == rank
-        self._whole: str | None = None  # save_id of the newest snapshot that all nodes hold
+        self._committed: str | None = None  # directory of the newest snapshot of which this node has its part
+        self._whole: str | None = None  # of the newest that all nodes hold
         self._size = 0  # of this rank's part
         self._looked_at = -LOOK_EVERY_S
         self._rest_until = 0.0
@@ -174,17 +182,17 @@ class Snapshots:
     def commit(self, held: Held) -> None:
         """Make this node's part a step of its memory, by its first rank.  Raises OSError."""
         if self._leads:
-            self._memory.commit(held)
+            self._committed = self._memory.commit(held)
 
     def held(self, held: Held) -> None:
         """Take note that all nodes have their parts: the snapshot before is not needed any more."""
-        self._whole = held.manifest.save_id
         if not self._leads:
             return
+        self._whole = self._committed
         if self._peers is None:
             self._memory.keep_only(self._whole)
-        elif (directory := self._memory.find(held)) is not None:  # the one before stays until the copies are made
-            self._peers.offer(Held(directory, held.manifest, held.raw))
+        elif self._whole is not None:  # the one before stays until the copies are made
+            self._peers.offer(Held(self._whole, held.manifest, held.raw))
 
     def failed(self, step: int, save_id: str, error: BaseException) -> None:
         """Give back what this rank has written of a snapshot that came to nothing."""

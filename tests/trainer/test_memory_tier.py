@@ -11,6 +11,7 @@ import pytest
 from stepkeeper_trainer.tiers import Held, TierError
 from stepkeeper_trainer.tiers.memory import Memory, Snapshots, discard_told, memory_left
 from stepkeeper_trainer.tiers.tier import Tiers
+from stepkeeper_trainer.tiers.tiering import choose
 from tests.trainer.tier_steps import content, lay, make
 
 GIB = 1024**3
@@ -156,3 +157,14 @@ def test_limits_of_the_older_control_groups_count_too(tmp_path: Path) -> None:
         tmp_path / "cgroup", tmp_path / "proc", "9:memory:/job_7\n3:cpu,cpuacct:/\n", {"memory/job_7": job}
     )
     assert [(left, whole) for _, left, whole in found[1:]] == [(GIB + GIB // 2, 2 * GIB)]
+
+
+def test_a_run_that_is_told_to_take_snapshots_keeps_the_tiers_that_its_script_names() -> None:
+    scripts = Tiers(local="/nvme", local_keep=3)
+    told = Tiers(snapshot_every="5 steps", peers=True, peer_interface="ib0")
+    both = Tiers(local="/nvme", local_keep=3, snapshot_every="5 steps", peers=True, peer_interface="ib0")
+    assert choose(told, scripts) == both
+    assert choose(scripts, told) == both
+    assert choose(told, None) == told
+    assert choose(Tiers(), both) == both
+    assert choose(Tiers(local="/other"), both).local == "/other"

@@ -253,7 +253,7 @@ def find_tiers(
         UsageError: a setting makes no sense.
     """
     try:
-        tiers = _choose(from_environment(), given)
+        tiers = choose(from_environment(), given)
     except TierError as error:
         raise UsageError(str(error)) from error
     snapshot_rule(tiers.snapshot_every)
@@ -261,7 +261,7 @@ def find_tiers(
     return Tiering(tiers, commits, agreement, rank, world_size) if tiers.any else None
 
 
-def _choose(told: Tiers, given: Tiers | None) -> Tiers:
+def choose(told: Tiers, given: Tiers | None) -> Tiers:
     """Weigh what the environment names against the script's argument.  Raises TierError.
 
     Places and snapshots are chosen apart: a run that is told to take snapshots keeps the tiers that its script names.

@@ -105,6 +105,7 @@ def test_after_a_killed_rank_it_goes_on_from_the_snapshot_with_the_same_losses(
     assert not os.listdir(memory), "a run that has ended leaves nothing"
 
 
+@pytest.mark.campaign
 def test_torn_by_a_kill_the_one_before_counts(tmp_path: Path, memory: Path, undisturbed: dict[int, str]) -> None:
     step = kill_between(tmp_path, memory, nodes=2)
     newest = of_node(memory, 1)[0]
@@ -127,6 +128,7 @@ def rename_manifest(directory: Path, step: int) -> None:
     path.write_bytes(seal(other))
 
 
+@pytest.mark.campaign
 def test_killed_while_snapshots_are_written_it_goes_on_from_a_whole_one(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_killed_while_snapshots_are_written_it_goes_on_from_a_whole_one(
     assert not os.listdir(memory)
 
 
+@pytest.mark.campaign
 def test_a_flipped_byte_is_found_and_what_is_on_disk_counts(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str]
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_flipped_byte_is_found_and_what_is_on_disk_counts(
     assert losses(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.campaign
 def test_a_lost_node_takes_its_snapshots_with_it(tmp_path: Path, memory: Path, undisturbed: dict[int, str]) -> None:
     step = kill_between(tmp_path, memory, nodes=2)
     shutil.rmtree(of_node(memory, 1)[0].parents[1])
@@ -272,6 +276,7 @@ def test_a_notice_is_not_held_up_by_snapshots_and_leaves_none(
     assert losses(run) == undisturbed
 
 
+@pytest.mark.campaign
 def test_with_a_local_tier_the_newest_of_both_counts(tmp_path: Path, memory: Path, undisturbed: dict[int, str]) -> None:
     """Step 16 is on the nodes' disks only, step 18 in their memory only; then memory is lost."""
     disks = {"STEPKEEPER_LOCAL_TIER": str(tmp_path / "disk" / "%N")}

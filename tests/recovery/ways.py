@@ -197,6 +197,12 @@ WAYS: dict[str, Way] = {
             watches_hangs=True,
         ),
         Way(
+            name="stepkeeper-snapshots",
+            what="the same with `--snapshot-every` 2 steps and `--peer-copies`",
+            submit=lambda spot: stepkeeper(spot, "--snapshot-every=2 steps", "--peer-copies"),
+            watches_hangs=True,
+        ),
+        Way(
             name="stepkeeper-spare",
             what="the same with a third node, `--spares=1`",
             submit=lambda spot: stepkeeper(spot, "--spares=1", nodes=3),

@@ -51,8 +51,8 @@ def test_runs_and_nodes_have_places_of_their_own_that_nobody_else_may_enter(tmp_
 def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memory: Memory) -> None:
     snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
     first = held(memory, 5)
-    snapshots.commit(first)
-    snapshots.held(first)
+    snapshots.commit(first.raw)
+    snapshots.held()
     assert there(memory) == ["step_00000005"]
     torn = held(memory, 10)  # and some other node does not have its part
     snapshots.failed(10, torn.manifest.save_id, TierError("another rank cannot write"))
@@ -60,8 +60,8 @@ def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memo
     third = make(15, files)
     lay(snapshots.begin(15, third.manifest.save_id), files)
     assert [name for name in there(memory) if name.startswith("step_")] == ["step_00000005"], "two at most"
-    snapshots.commit(third)
-    snapshots.held(third)
+    snapshots.commit(third.raw)
+    snapshots.held()
     assert there(memory) == ["step_00000015"]
     snapshots.discard()
     assert not memory.own.parent.exists()

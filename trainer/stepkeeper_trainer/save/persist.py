@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.errors import DriftError, SaveError
 from stepkeeper_trainer.formats.manifest import FileEntry, seal
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.plain import collection_paused
@@ -26,7 +26,6 @@ from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
 from stepkeeper_trainer.save.save import Phase
 from stepkeeper_trainer.save.writer import FilePlan, in_threads, places_in_file, read_back, write_file
-from stepkeeper_trainer.tiers.tier import Held
 from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
@@ -148,6 +147,15 @@ def split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[s
     return groups
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What rank 0 tells all of a snapshot: its manifest, or why there is none."""
+
+    manifest: bytes | None = None
+    why: str = ""
+    drifted: bool = False  # ranks hold different values under one name
+
+
 class Persister:
     """Writes this rank's share of each save, and on rank 0 commits it."""
 
@@ -241,32 +249,41 @@ class Persister:
         self._staging.finish()
         share = self._planner.agree(tensors, changed=changed, problem=None, within_s=save.limit_at - time.time())
         problem: Exception | None = None
+        hashes: dict[str, Hash | None] = {}
         try:
             files = self._files.of(share)
             self._snapshots.expect(files.bytes)
             save.local = self._snapshots.begin(save.summary.step, save.save_id)
-            report = self._report_of(save, files, self._write_all(save, files))
+            written = self._write_all(save, files)
+            hashes = self._hash(files)
+            report = self._report_of(save, files, written, hashes)
         except Exception as error:  # noqa: BLE001  # raised below, when the others know
             problem = error
             report = RankReport(rank=self._rank, save_id=save.save_id, error=shorten(str(error)))
         reports = self._gather(report)
-        answer: bytes | str = ""  # the manifest, or why there is none
+        answer = _Answer()
         if reports is not None:
             try:
-                answer = seal(self._completer.describe_snapshot(save, share, reports, values=self._encode(tensors)))
+                manifest = self._completer.describe_snapshot(save, share, reports, values=self._encode(tensors))
+                answer = _Answer(seal(manifest))
             except Exception as error:  # noqa: BLE001  # the same
-                problem, answer = problem or error, str(error) or type(error).__name__
+                problem = problem or error
+                answer = _Answer(why=str(error) or type(error).__name__, drifted=isinstance(error, DriftError))
         answer = self._planner.share_out(answer)
         self._items_told = report.items  # rank 0 has answered: it has them
-        if isinstance(answer, str):
-            raise problem or SaveError(answer)
-        held = Held.read("", answer, source="rank 0")
+        if answer.manifest is not None or answer.drifted:
+            self._hashes = hashes  # every rank has those of this step
+        if answer.manifest is None:
+            raise problem or SaveError(answer.why)
         try:
-            self._snapshots.commit(held)
+            self._snapshots.commit(answer.manifest)
         except OSError as error:
             problem = error
-        self._planner.confirm(str(problem) if problem is not None else None, save.limit_at - time.time())
-        self._snapshots.held(held)
+        try:
+            self._planner.confirm(str(problem) if problem is not None else None, save.limit_at - time.time())
+        except SaveError as error:
+            raise problem or error from None
+        self._snapshots.held()
         save.advance(Phase.REPORTED)
         save.advance(Phase.COMMITTED)
         self._lay_out(share)
@@ -332,15 +349,19 @@ class Persister:
         )
 
     def _report(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> None:
-        publish(save.directory, self._report_of(save, files, written))
+        self._hashes = self._hash(files)
+        publish(save.directory, self._report_of(save, files, written, self._hashes))
 
-    def _report_of(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> RankReport:
-        self._hashes = {name: self._staging.hash_of(name) for name in files.share.replicas.names}
-        digests = digest(files.share.replicas, self._hashes.get)
+    def _hash(self, files: ShareFiles) -> dict[str, Hash | None]:
+        return {name: self._staging.hash_of(name) for name in files.share.replicas.names}
+
+    def _report_of(
+        self, save: Save, files: ShareFiles, written: dict[str, FileEntry], hashes: Mapping[str, Hash | None]
+    ) -> RankReport:
         return RankReport(
             rank=self._rank,
             save_id=save.save_id,
             items=files.items,
             files=written,
-            replicas=digests,
+            replicas=digest(files.share.replicas, hashes.get),
         )

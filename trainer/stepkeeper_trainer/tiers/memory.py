@@ -131,8 +131,8 @@ class Snapshots:
         """Begin with an empty memory; `ranks` are those of this node."""
         self._memory, self._ranks, self._rank, self._peers = memory, len(ranks), rank, peers
         self._leads = ranks[0] == rank
-        self._committed: str | None = None  # directory of the newest snapshot of which this node has its part
-        self._whole: str | None = None  # of the newest that all nodes hold
+        self._committed: Held | None = None  # the newest snapshot of which this node has its part
+        self._whole: str | None = None  # directory of the newest that all nodes hold
         self._size = 0  # of this rank's part
         self._looked_at = -LOOK_EVERY_S
         self._rest_until = 0.0
@@ -179,20 +179,22 @@ class Snapshots:
             self._memory.keep_only(self._whole)
         return self._memory.begin(step, save_id, self._ranks * self._size)
 
-    def commit(self, held: Held) -> None:
+    def commit(self, manifest: bytes) -> None:
         """Make this node's part a step of its memory, by its first rank.  Raises OSError."""
-        if self._leads:
-            self._committed = self._memory.commit(held)
+        if self._leads:  # nobody else needs to parse it
+            held = Held.read("", manifest, source="the manifest of a snapshot")
+            name = self._memory.commit(held)
+            self._committed = Held(name, held.manifest, manifest) if name is not None else None
 
-    def held(self, held: Held) -> None:
+    def held(self) -> None:
         """Take note that all nodes have their parts: the snapshot before is not needed any more."""
-        if not self._leads:
+        if not self._leads or self._committed is None:
             return
-        self._whole = self._committed
+        self._whole = self._committed.directory
         if self._peers is None:
             self._memory.keep_only(self._whole)
-        elif self._whole is not None:  # the one before stays until the copies are made
-            self._peers.offer(Held(self._whole, held.manifest, held.raw))
+        else:  # the one before stays until the copies are made
+            self._peers.offer(self._committed)
 
     def failed(self, step: int, save_id: str, error: BaseException) -> None:
         """Give back what this rank has written of a snapshot that came to nothing."""

@@ -197,15 +197,15 @@ WAYS: dict[str, Way] = {
             watches_hangs=True,
         ),
         Way(
-            name="stepkeeper-snapshots",
-            what="the same with `--snapshot-every` 2 steps and `--peer-copies`",
-            submit=lambda spot: stepkeeper(spot, "--snapshot-every=2 steps", "--peer-copies"),
-            watches_hangs=True,
-        ),
-        Way(
             name="stepkeeper-spare",
             what="the same with a third node, `--spares=1`",
             submit=lambda spot: stepkeeper(spot, "--spares=1", nodes=3),
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-snapshots",
+            what="the same with `--spares=1`, and besides with `--snapshot-every` 2 steps and `--peer-copies`",
+            submit=lambda spot: stepkeeper(spot, "--spares=1", "--snapshot-every=2 steps", "--peer-copies", nodes=3),
             watches_hangs=True,
         ),
         Way(

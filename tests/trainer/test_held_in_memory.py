@@ -279,8 +279,8 @@ def test_a_notice_is_not_held_up_by_snapshots_and_leaves_none(
 @pytest.mark.campaign
 def test_with_a_local_tier_the_newest_of_both_counts(tmp_path: Path, memory: Path, undisturbed: dict[int, str]) -> None:
     """Step 16 is on the nodes' disks only, step 18 in their memory only; then memory is lost."""
-    disks = {"STEPKEEPER_LOCAL_TIER": str(tmp_path / "disk" / "%N")}
-    step = kill_between(tmp_path, memory, nodes=2, after=18, STEPKEEPER_COPY_RATE="0.001", **disks)
+    disks = {"STEPKEEPER_LOCAL_TIER": str(tmp_path / "disk" / "%N"), "STEPKEEPER_COPY_RATE": "0.001"}
+    step = kill_between(tmp_path, memory, nodes=2, after=18, **disks)
     kept = tmp_path.with_name(f"{tmp_path.name}-kept")
     shutil.copytree(tmp_path, kept)
     said = resume(tmp_path, memory, nodes=2, **disks)

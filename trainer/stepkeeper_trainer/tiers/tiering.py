@@ -188,6 +188,7 @@ class Tiering:
         """The processes end: what is saved from now on must get to shared storage."""
         if self.uploader is not None:
             self.uploader.leaving = True
+            self._parts.pace.lift()  # the last save may have begun before: nobody trains beside its copies
 
     def discard_snapshots(self) -> None:
         """The run has ended, here at least, and what it came to is on shared storage."""

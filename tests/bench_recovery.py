@@ -92,12 +92,12 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure recoveries on a lab cluster, side by side.")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="once, without hangs and without the way with a spare")
+    parser.add_argument("--quick", action="store_true", help="once, without hangs and without the ways with a spare")
     parser.add_argument("--ways", default="", help=f"some of {','.join(WAYS)}")
     parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     chosen = parser.parse_args()
-    quick = {"stepkeeper-spare", "hang"} if chosen.quick else set()
+    quick = {"stepkeeper-spare", "stepkeeper-snapshots", "hang"} if chosen.quick else set()
     ways = [WAYS[name] for name in chosen.ways.split(",") if name] or [w for w in WAYS.values() if w.name not in quick]
     faults = [FAULTS[name] for name in chosen.faults.split(",") if name]
     faults = faults or [fault for fault in FAULTS.values() if fault.name not in quick]

@@ -16,12 +16,14 @@ WRONG = {
     "retention": ("newest three", "'newest three' cannot be read; write `all`"),
     "local_tier": ("nvme", "an absolute path is wanted"),
     "cold_tier": ("archive/run", "an absolute path or a URL"),
+    "snapshot_every": ("auto", "`auto` is for saves; write `5 steps` or `30 s`"),
 }
 RIGHT = {
     "checkpoint_every": "auto or 500 steps",
     "retention": "newest 2, every 10 percent",
     "local_tier": "/nvme/%N",
     "cold_tier": "s3://bucket/run",
+    "snapshot_every": "30 s or 20 steps",
 }
 
 
@@ -77,3 +79,6 @@ def test_copies_on_other_nodes_need_a_local_tier(tmp_path: Path) -> None:
     with pytest.raises(StepkeeperError, match=r"--peer-copies: .* set local_tier too"):
         resolved("--peer-copies")
     assert resolved("--peer-copies", "--local-tier=/nvme").settings.peer_copies
+    assert resolved("--peer-copies", "--snapshot-every=5 steps").settings.peer_copies
+    with pytest.raises(StepkeeperError, match=r"--peer-interface: .* set peer_copies too"):
+        resolved("--local-tier=/nvme", "--peer-interface=ib0")

@@ -19,6 +19,11 @@ def test_ranks_read_what_the_run_was_given() -> None:
     assert from_environment(told) == Tiers(
         local="/nvme", cold="s3://bucket/run", megabytes_per_s=0.5, cold_keep=4, cold_zstd=3, peers=True
     )
+    held = RunSettings(snapshot_every="5 steps", snapshot_dir="/memory", peer_copies=True, peer_interface="ib0")
+    assert from_environment(tier_variables(held)) == Tiers(
+        snapshot_every="5 steps", snapshot_directory="/memory", peers=True, peer_interface="ib0"
+    )
+    assert from_environment({"STEPKEEPER_SNAPSHOT_EVERY": "30 s"}).snapshot_directory == "/dev/shm"
     assert tier_variables(RunSettings(local_keep=5)) == {}, "without a tier ranks are told nothing"
     assert not from_environment({}).any
 
@@ -41,7 +46,10 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str) -> None:
         (Tiers(cold="archive/run"), "an absolute path or a URL"),
         (Tiers(local="/nvme", megabytes_per_s=0.0), "more than 0"),
         (Tiers(local="/nvme", local_keep=0), "at least 1"),
-        (Tiers(cold="/cold", peers=True), "there is none"),
+        (Tiers(cold="/cold", peers=True), "there are none"),
+        (Tiers(local="/nvme", peer_interface="ib0"), "for peer copies, and there are none"),
+        (Tiers(local="/nvme", peers=True, peer_interface="ib0/1"), "not the name of a network interface"),
+        (Tiers(snapshot_every="5 steps", snapshot_directory="shm"), "an absolute path is wanted"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(tiers: Tiers, problem: str) -> None:

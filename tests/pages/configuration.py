@@ -73,7 +73,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": (
         "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
-        "peer_copies", "cold_tier", "cold_keep", "cold_zstd", "copy_rate", "framework", "checkpoint_dir",
+        "snapshot_every", "snapshot_dir", "peer_copies", "peer_interface", "cold_tier", "cold_keep", "cold_zstd",
+        "copy_rate", "framework", "checkpoint_dir",
         "repair_pointers",
     ),
     "Notices, time limit, stop": (

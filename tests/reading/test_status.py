@@ -343,3 +343,13 @@ def test_no_run_anywhere_says_where_was_looked(command: Command) -> None:
 
     assert said.code == 40
     assert "the working directory, runs/" in said.err
+
+
+def test_a_step_that_only_the_nodes_memory_has_is_shown_beside_the_checkpoint(
+    command: Command, run: RunDirectory
+) -> None:
+    build.write_status(run, checkpoint_step=200, snapshot_step=1234)
+    assert "; step 1,234 in the nodes' memory" in command("status", run.path).out
+    assert json.loads(command("status", run.path, "--json").out)["snapshot_step"] == 1234
+    build.write_status(run, checkpoint_step=200, snapshot_step=195)
+    assert "memory" not in command("status", run.path).out, "the checkpoint is newer"

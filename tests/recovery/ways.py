@@ -203,6 +203,12 @@ WAYS: dict[str, Way] = {
             watches_hangs=True,
         ),
         Way(
+            name="stepkeeper-snapshots",
+            what="the same with `--spares=1`, and besides with `--snapshot-every` 2 steps and `--peer-copies`",
+            submit=lambda spot: stepkeeper(spot, "--spares=1", "--snapshot-every=2 steps", "--peer-copies", nodes=3),
+            watches_hangs=True,
+        ),
+        Way(
             name="torchrun",
             what=f"`srun torchrun --max-restarts={RESTARTS}`, c10d rendezvous; rank 0 saves it all by `torch.save`",
             submit=torchrun,

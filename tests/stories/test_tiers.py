@@ -1,5 +1,8 @@
 """A run by way of the nodes' own disks: what befalls it costs no step that a disk had, and no byte."""
 
+import pwd
+from pathlib import Path
+
 import pytest
 
 from stepkeeper.core import events as on
@@ -8,6 +11,7 @@ from tests.lab import Lab
 from tests.stories.acts import kill_rank, preempt
 from tests.training import Training, assert_complete
 
+INTERVAL = 2  # steps from one snapshot to the next
 SLOW_MB_PER_S = 0.02  # shared storage takes several seconds for what a node's disk takes at once
 
 
@@ -74,3 +78,26 @@ def test_a_step_that_only_the_nodes_disks_have_is_gone_on_from_and_said_so(lab: 
     assert [each.step for each in reasons if isinstance(each, because.ResumedElsewhere)] == [20], training.story()
     assert "step=20" in said(training, "step_brought")[0], training.story()
     assert_complete(training, reference)
+
+
+@pytest.mark.slurm
+def test_a_killed_rank_costs_one_interval_of_snapshots_and_memory_is_given_back(lab: Lab, reference: Training) -> None:
+    """Saves are far apart: what is done again, the nodes' memory decides."""
+    training = submitted(lab, "in-memory", STEPKEEPER_LOCAL_TIER="", STEPKEEPER_SNAPSHOT_EVERY=f"{INTERVAL} steps")
+    training.until(lambda: any("step=16" in line for line in said(training, "snapshot_held")), "a snapshot of step 16")
+    kill_rank(training)
+    training.wait_event(on.CheckpointChosen, count=2)
+    done = training.step()
+    training.wait_end()
+
+    chosen = training.events(on.CheckpointChosen)[1].event
+    assert chosen.step == 10, training.story()
+    reasons = [reason for record in training.records() for reason in record.reasons]
+    [resumed] = [each.step for each in reasons if isinstance(each, because.ResumedElsewhere)]
+    assert resumed == 16, training.story()
+    assert done - resumed <= INTERVAL, training.story()
+    assert "the nodes' memory" in said(training, "step_brought")[0], training.story()
+    assert_complete(training, reference)
+    owner = pwd.getpwnam(training.user).pw_uid
+    left = list(Path(f"/dev/shm/stepkeeper-{owner}").glob(f"{training.name}.*"))
+    assert not left, "the run has ended"

@@ -10,7 +10,7 @@ from stepkeeper_trainer.formats import messages as words
 
 ENVELOPE = {"at", "launch", "node"}  # of the bus
 NOT_FOR_THE_RULES = {  # gathered by the watchers, or for the log
-    words.Hello: {"world_size", "pid", "version"},
+    words.Hello: {"world_size", "pid", "version", "memory"},
     words.Progress: {"rank", "own_seconds", "loading_seconds"},
 }
 NOT_OF_A_RANK = {words.Progress: {"printed"}}  # what an event of this kind says where it comes from elsewhere

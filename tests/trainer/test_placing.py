@@ -91,7 +91,7 @@ class Nodes:
                 place=find_place(rank, RANKS, f"n{rank}", together),  # type: ignore[arg-type]
                 together=together,  # type: ignore[arg-type]
                 shared=DirectoryTier(self.shared, read_back=False),
-                local=self.locals[rank] if rank not in lost else LocalTier(Path("/nonexistent/disk"), keep=1),
+                nodes=[self.locals[rank] if rank not in lost else LocalTier(Path("/nonexistent/disk"), keep=1)],
                 cold=None,
                 fence=lambda: None,
             ).newer_than(chosen.manifest if chosen is not None else None)
@@ -393,7 +393,7 @@ def test_a_newer_attempt_is_not_disturbed(nodes: Nodes) -> None:
 
     place = find_place(0, 1, "n0", _Alone())
     gatherer = Gatherer(
-        place=place, together=_Alone(), shared=DirectoryTier(nodes.shared), local=nodes.locals[0], cold=None,
+        place=place, together=_Alone(), shared=DirectoryTier(nodes.shared), nodes=nodes.locals[:1], cold=None,
         fence=fenced,
     )  # fmt: skip
     nodes.locals[0].receive(

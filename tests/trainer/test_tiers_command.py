@@ -68,6 +68,24 @@ def test_tiers_says_what_each_has_and_how_far_copies_lag(
     assert "verified" in out
 
 
+def test_snapshots_in_this_nodes_memory_are_shown_beside_the_other_tiers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    record = run / "attempts" / "attempt-000" / "config.json"
+    recorded = json.loads(record.read_text())
+    recorded["settings"] |= {"snapshot_every": {"value": "5 steps"}, "snapshot_dir": {"value": str(tmp_path / "shm")}}
+    record.write_text(json.dumps(recorded))
+    tiers = Tiers(snapshot_every="5 steps", snapshot_directory=str(tmp_path / "shm"))
+    make_step(tiers.snapshots_of(run, "0123456789abcdef", "n1"), 205)
+    code, out = told(capsys, "tiers", str(run), "--json")
+    assert code == 0
+    found = json.loads(out)["tiers"]
+    assert (found[0]["kind"], found[0]["newest"], found[0]["lag_steps"]) == ("memory", 205, -5)
+    _, out = told(capsys, "tiers", str(run))
+    assert "MEMORY" in out
+
+
 def test_damage_in_a_tier_is_shown_and_a_tier_that_does_not_answer_too(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,9 @@ from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
-from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
+from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule, snapshot_rule
 from stepkeeper_trainer.coordinate.ending import install_excepthook
-from stepkeeper_trainer.coordinate.requests import Periodic, Requests, owner
+from stepkeeper_trainer.coordinate.requests import Periodic, Requests, SnapshotClock, owner
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import StepkeeperError, UsageError, check_seconds
 from stepkeeper_trainer.link import Link, Reporter
@@ -247,9 +247,12 @@ class CheckpointManager:
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
+        if self._tiering is not None and self._tiering.snapshots is not None:
+            self._reporter.memory = str(self._tiering.snapshots.directory)
         self._reporter.resumed(resumed.step)
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
+        self._snapshots.begun(self.step)
         self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
@@ -300,8 +303,10 @@ class CheckpointManager:
         loss, lr, grad_norm = whole(loss), whole(lr), whole(grad_norm)
         if self._records is not None:
             self._records.step(loss, lr, grad_norm, metrics)
+        self._reporter.held_step = saver.held_step
         self._reporter.step(counters.step, counters.tokens, counters.last_loss if self.rank == 0 else None)
         self._periodic.step(counters.step, epoch_end=epoch_end)
+        self._snapshots.step(counters.step)
         self._boundary.note_metrics(metrics)
         agreed = self._listen()
         if not self._prepared:
@@ -365,6 +370,7 @@ class CheckpointManager:
         talked = end_notices(self._between, self._agreement, max(limit_at, time.time()) + ending.TOGETHER_WITHIN_S)
         stopping = self._requests.stop_agreed and not self._work_done
         self._settle_records()
+        saver.give_way(limit_at)
         if self._tiering is not None:
             self._tiering.leave()
         code = ending.conclude(
@@ -386,9 +392,11 @@ class CheckpointManager:
             link=self._link,
             when_saved=self._finish_copies,
         )
-        committed = saver.sequence if code != ending.EXIT_UNSAVED else 0
+        committed = saver.save_sequence if code != ending.EXIT_UNSAVED else 0
         saver.flush(committed, self._requests.limit_at(ending.TOGETHER_WITHIN_S))
         self.listeners.close(self._requests.limit_at(self._save_within_s))
+        if self._tiering is not None and code != ending.EXIT_UNSAVED:
+            self._tiering.discard_snapshots()
         if self._records is not None:
             self._records.finish(finished=self._work_done)
         self._ended = True
@@ -416,7 +424,7 @@ class CheckpointManager:
     def _finish_copies(self, limit_at: float) -> None:
         """Have the last step of finished work copied to the cold tier, before anybody hears that all is done."""
         if self._tiering is not None:
-            self._ready().flush(self._ready().sequence, limit_at)
+            self._ready().flush(self._ready().save_sequence, limit_at)
             self._tiering.finish_copies(limit_at)
 
     def _wire(self, resumed: resuming.Resumed) -> Saver:
@@ -437,6 +445,9 @@ class CheckpointManager:
         self.listeners.add(self._guard, retention, self._tiering)
         if self._tiering is not None:
             self._tiering.start(resumed.directory, resumed.manifest)
+        snapshots = self._tiering.snapshots if self._tiering is not None else None
+        wanted = self._tiering.tiers.snapshot_every if self._tiering is not None and snapshots is not None else None
+        self._snapshots = SnapshotClock(snapshot_rule(wanted), rank=self.rank)
         self._saver = Saver(
             commits=self._commits,
             rank=self.rank,
@@ -451,6 +462,7 @@ class CheckpointManager:
             guard=self._guard,
             listeners=self.listeners,
             uploader=self._tiering.uploader if self._tiering is not None else None,
+            snapshots=snapshots,
             read_back=self._read_back,
             overlap_copies=self._overlap_copies,
             dcp_values=self._environment.reads_values,
@@ -464,6 +476,7 @@ class CheckpointManager:
             group=self._group,
             save_within_s=self._save_within_s,
             settle=self._settle_records,
+            snapshots=self._snapshots,
         )
         return self._saver
 
@@ -510,11 +523,16 @@ class CheckpointManager:
         self._requests.agree(agreed)
         self._ready().note_agreed(agreed)
         self._periodic.note_agreed(agreed)
+        self._snapshots.note_agreed(agreed)
         self._periodic.note_commit(self._ready().newest)
         return agreed
 
     def _proposal(self) -> Proposal:
-        return self._requests.propose(self._ready().propose(held=self._guard.held), due=self._periodic.asks(self.step))
+        return self._requests.propose(
+            self._ready().propose(held=self._guard.held),
+            due=self._periodic.asks(self.step),
+            snapshot=self._snapshots.asks(self.step),
+        )
 
     def _ready(self) -> Saver:
         if self._ended:

@@ -193,6 +193,8 @@ class Reporter:
     ) -> None:
         self._link, self._rank, self._world_size, self._straggler_probe = link, rank, world_size, straggler_probe
         self._total_steps, self._framework = total_steps, framework
+        self.memory = ""  # where this node holds snapshots
+        self.held_step: int | None = None  # the newest of them
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
@@ -216,6 +218,7 @@ class Reporter:
             resumed_step=step,
             total_steps=self._total_steps,
             framework=self._framework,
+            memory=self.memory,
         )
 
     def step(self, step: int, tokens: int, loss: float | None) -> None:
@@ -249,5 +252,6 @@ class Reporter:
                 not_finite=not_finite,
                 own_seconds=None if own is None else round(own.seconds, 6),
                 loading_seconds=None if own is None else round(own.loading, 6),
+                held_step=self.held_step,
             )
         )

@@ -24,7 +24,16 @@ from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
 from stepkeeper_trainer.tiers.search import counts
 from stepkeeper_trainer.tiers.survey import Surveyed, newest_anywhere, on_the_way, survey
-from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, Tiers, check_place, read_identity
+from stepkeeper_trainer.tiers.tier import (
+    SNAPSHOT_DIRECTORY,
+    DamagedCopyError,
+    Held,
+    Tier,
+    TierError,
+    Tiers,
+    check_place,
+    read_identity,
+)
 
 _STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
 
@@ -87,6 +96,8 @@ def show(arguments: argparse.Namespace) -> int:
     found = [survey("shared", DirectoryTier(run.checkpoints), deep=arguments.deep)]
     if local is not None and (place := _local_place(run.path, local)) is not None:
         found.insert(0, survey("local", DirectoryTier(place), deep=arguments.deep))
+    if tiers.snapshot_every is not None and (memory := _memory_place(run.path, tiers)) is not None:
+        found.insert(0, survey("memory", DirectoryTier(memory), deep=arguments.deep))
     if cold is not None:
         found.append(survey("cold", _open(cold), deep=arguments.deep))
     going = on_the_way(run.checkpoints)
@@ -268,16 +279,35 @@ def _settings_of(run: Path) -> Tiers:
     for attempt in attempts:
         try:
             settings = decode(_recorded, read_plain(attempt / resolve.RECORD_NAME, within=run)).settings
-            return Tiers(local=settings["local_tier"].text(), cold=settings["cold_tier"].text())
+            every, directory = (settings.get(f"snapshot_{each}", _Setting()).text() for each in ("every", "dir"))
+            return Tiers(
+                local=settings["local_tier"].text(),
+                cold=settings["cold_tier"].text(),
+                snapshot_every=every,
+                snapshot_directory=directory or SNAPSHOT_DIRECTORY,
+            )
         except (OSError, DecodeError, KeyError):
             continue  # not recorded, or of a version without tiers
     return Tiers()
 
 
 def _local_place(run: Path, local: str) -> Path | None:
+    identity = _identity(run)
+    tiers = Tiers(local=os.path.abspath(os.path.expanduser(local)))
+    return tiers.local_checkpoints(run, identity, _node()) if identity is not None else None
+
+
+def _memory_place(run: Path, tiers: Tiers) -> Path | None:
+    identity = _identity(run)
+    return tiers.snapshots_of(run, identity, _node()) if identity is not None else None
+
+
+def _identity(run: Path) -> str | None:
     try:
-        identity = read_identity(run / "checkpoints")
+        return read_identity(run / "checkpoints")
     except (OSError, TierError):
-        return None  # no rank has ever had a local tier
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)
+        return None  # no rank has ever had a place on a node
+
+
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]

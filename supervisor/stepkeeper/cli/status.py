@@ -19,7 +19,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import progress, queue, reading
 from stepkeeper.run_analytics.queue import Queued, Waiting
-from stepkeeper.run_analytics.screen import WAITS_FOR, exit_meaning, rows
+from stepkeeper.run_analytics.screen import WAITS_FOR, exit_meaning, held_in_memory, rows
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
@@ -489,8 +489,10 @@ def _progress(status: Status, seen: dict[str, Any]) -> str:
 
 
 def _newest(status: Status, seen: dict[str, Any]) -> str:
+    held = held_in_memory(status)
+    besides = f"; {held}" if held else ""
     if status.checkpoint_step is None:
-        return "none yet"
+        return f"none yet{besides}"
     where = seen["checkpoint_directory"]
     there = f" ({os.path.basename(where)}): {seen['checkpoint_state']}" if where else ""
-    return f"step {status.checkpoint_step}{there}"
+    return f"step {status.checkpoint_step}{there}{besides}"

@@ -47,6 +47,9 @@ _FIELDS = {  # of `Tiers`, by the setting's key
     "local_keep": "local_keep",
     "cold_keep": "cold_keep",
     "peer_copies": "peers",
+    "peer_interface": "peer_interface",
+    "snapshot_every": "snapshot_every",
+    "snapshot_dir": "snapshot_directory",
 }
 
 
@@ -56,7 +59,8 @@ def tiers_of(settings: RunSettings) -> Tiers:
     Raises:
         StepkeeperError: a setting makes no sense; a URL with a secret in it is not repeated.
     """
-    values = {field: getattr(settings, key) for key, field in _FIELDS.items()}
+    given = {field: getattr(settings, key) for key, field in _FIELDS.items()}
+    values = {field: value for field, value in given.items() if value is not None}
     try:
         return msgspec.convert(values, Tiers).check()
     except TierError as error:
@@ -90,6 +94,27 @@ def check_cadence(text: str) -> None:
     try:
         parse_rule(text)
     except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def check_snapshots(text: str) -> None:
+    """Check `snapshot_every`."""
+    from stepkeeper_trainer.coordinate.cadence import snapshot_rule  # noqa: PLC0415
+    from stepkeeper_trainer.errors import UsageError  # noqa: PLC0415
+
+    try:
+        snapshot_rule(text)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def check_snapshot_dir(text: str) -> None:
+    """Check `snapshot_dir`."""
+    from stepkeeper_trainer.tiers.tier import TierError, Tiers  # noqa: PLC0415
+
+    try:
+        Tiers(snapshot_directory=text).check()
+    except TierError as error:
         raise ValueError(str(error)) from error
 
 

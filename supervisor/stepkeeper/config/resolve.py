@@ -171,10 +171,16 @@ def _first(key: str, layers: list[tuple[Origin, dict[str, Entry]]], site: Config
 
 
 def _refuse_misfits(values: dict[str, Resolved]) -> None:
-    copies = values["peer_copies"]
-    if copies.value and values["local_tier"].value is None:
+    copies, interface = values["peer_copies"], values["peer_interface"]
+    if copies.value and values["local_tier"].value is None and values["snapshot_every"].value is None:
         raise StepkeeperError(
-            f"{copies.where}: peer_copies: peer copies are of the local tier, and there is none: set local_tier too",
+            f"{copies.where}: peer_copies: peer copies are of the local tier and of snapshots in memory, "
+            "and there are none: set local_tier too, or snapshot_every",
+            ExitCode.USAGE,
+        )
+    if interface.value is not None and not copies.value:
+        raise StepkeeperError(
+            f"{interface.where}: peer_interface: it is for peer copies, and there are none: set peer_copies too",
             ExitCode.USAGE,
         )
 

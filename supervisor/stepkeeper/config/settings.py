@@ -125,7 +125,19 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Compress files in the cold tier at this level of zstd; where not set, they stay as they are."""
 
     peer_copies: Annotated[bool, About()] = False
-    """Each node's files of the local tier are also kept by the next node, so that a lost node loses none of them."""
+    """Each node's files of the local tier, and its snapshots in memory, are also kept by the next node, so that a lost
+    node loses none of them."""
+
+    peer_interface: Annotated[str | None, About(metavar="NAME")] = None
+    """The network interface of each node (`ib0`) that takes peer copies; where not set, the one by which the nodes
+    reach the first of them."""
+
+    snapshot_every: Annotated[str | None, About(metavar="RULE")] = None
+    """How often a step is also kept in the nodes' memory, for a relaunch in the allocation: `5 steps` or `30 s`
+    (docs/tiers.md).  By default never."""
+
+    snapshot_dir: Annotated[str | None, About(metavar="DIR", has_flag=False)] = None
+    """A directory in each node's memory for snapshots; where not set, `/dev/shm`."""
 
     slurm_client: Annotated[str, About(metavar="commands|pyslurm[:PYTHON]", has_flag=False)] = "commands"
     """How Slurm is asked: `commands` (its own), or `pyslurm` where that is installed and reports the same as they do;

@@ -26,6 +26,8 @@ _READERS = {
     "retention": rank_settings.check_retention,
     "local_tier": rank_settings.check_local_tier,
     "cold_tier": rank_settings.check_cold_tier,
+    "snapshot_every": rank_settings.check_snapshots,
+    "snapshot_dir": rank_settings.check_snapshot_dir,
     "slurm_client": rank_settings.check_slurm_client,
     "metrics_port": rank_settings.parse_metrics_port,
 }

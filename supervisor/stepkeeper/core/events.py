@@ -410,6 +410,7 @@ class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
     step_seconds: float | None = None
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
     printed: bool = False  # read in what the ranks print, of a script without the trainer library
+    held_step: int | None = None  # the newest snapshot that the memory of all nodes holds
 
 
 class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):

@@ -333,13 +333,22 @@ def saved(seen: Glance, now: float) -> str:
     """Say what the newest checkpoint is, and how old."""
     status = seen.status
     if status is None or status.checkpoint_step is None:
-        return "no checkpoint yet"
+        held = held_in_memory(status) if status is not None else ""
+        return f"no checkpoint yet, {held}" if held else "no checkpoint yet"
     parts = [f"step {status.checkpoint_step:,}"]
     if status.step is not None and status.step >= status.checkpoint_step:
         parts.append(f"{status.step - status.checkpoint_step:,} steps ago")
     if seen.committed_at is not None:
         parts.append(f"{duration(max(0.0, now - seen.committed_at))} ago")
+    if held := held_in_memory(status):
+        parts.append(held)
     return ", ".join(parts)
+
+
+def held_in_memory(status: Status) -> str:
+    """Say which step is in the nodes' memory, where that is newer than the newest checkpoint."""
+    held = status.snapshot_step
+    return f"step {held:,} in the nodes' memory" if held is not None and held > (status.checkpoint_step or 0) else ""
 
 
 def _curve(values: Sequence[float], width: int, *, plain: bool) -> str:

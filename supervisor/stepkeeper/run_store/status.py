@@ -39,6 +39,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     loss_not_finite: bool = False  # that of the newest step is NaN or infinite
     step_seconds: float | None = None
     checkpoint_step: int | None = None  # newest committed one that was reported
+    snapshot_step: int | None = None  # newest that the nodes' memory holds; it is lost with the allocation
     resumed_from: str | None = None
     library: bool | None = None  # the trainer library has answered; False: ranks run, and it has not; None: none runs
     waits_for: tuple[str, ...] = ()  # of a launch that is to start: `core.gates.Gate`, the first first
@@ -90,11 +91,12 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
         if (status.launch, status.launched) != (state.launch.number, True) and status.step != state.resume.step:
             # what was done after the step that this launch goes on from is lost
             found |= {"step": state.resume.step, "tokens": None, "loss": None, "loss_not_finite": False}
+            found["snapshot_step"] = None
     if state.has_library or state.launch.all_tasks_started or (state.launch.running and not state.identity.wrapped):
         found["library"] = state.has_library
     if isinstance(event, on.Progressed):
         found |= {name: getattr(event, name) for name in ("step", "tokens", "loss", "step_seconds")}
-        found["loss_not_finite"] = event.not_finite
+        found |= {"loss_not_finite": event.not_finite, "snapshot_step": event.held_step}
     if isinstance(event, on.RankHello) and event.total_steps is not None:
         found["total_steps"] = event.total_steps
     if isinstance(event, on.Suspended):

@@ -66,6 +66,7 @@ class Watcher:
         self.wrapped: set[int] = set()
         self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
+        self.memory: set[str] = set()  # where ranks hold snapshots on this node
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
@@ -120,7 +121,22 @@ class Watcher:
         self._flush()
         self.ranks.close()
         self.senses.close()
+        self._give_back_memory()
         return 0
+
+    def _give_back_memory(self) -> None:
+        """Remove the snapshots that the ranks of this run hold here: the run has ended, or leaves the node."""
+        if not self.memory:
+            return
+        from stepkeeper_trainer.tiers.memory import discard_told  # noqa: PLC0415 - few runs hold any
+        from stepkeeper_trainer.tiers.tier import TierError  # noqa: PLC0415
+
+        for where in self.memory:
+            try:
+                discard_told(where)
+            except (OSError, TierError) as error:
+                with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
+                    sys.stderr.write(f"stepkeeper watcher {self.node}: snapshots are left: {error}\n")
 
     def say(self, message: bus.FromWatcher) -> None:
         """Queue one line for the supervisor.  Never waits."""
@@ -241,6 +257,7 @@ class Watcher:
         if isinstance(message, Hello) and message.rank not in self.wrapped:
             self._follow(pid, message.launch, message.rank)
         if isinstance(message, Hello):
+            self.memory |= {message.memory} - {""}
             known = self.greeted.get(message.rank)
             resumed = message.resumed_step if message.rank == 0 else None  # all go on from the same step: one says it
             self.greeted[message.rank] = (message.launch, pid, resumed)

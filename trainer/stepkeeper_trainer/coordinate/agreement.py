@@ -33,9 +33,10 @@ class Want(IntEnum):
     """What a rank was asked for; the larger one wins."""
 
     NOTHING = 0
-    DUE = 1  # a periodic save, by rank 0's clock
-    SAVE = 2
-    STOP = 3
+    SNAPSHOT = 1  # one in memory, by rank 0's clock
+    DUE = 2  # a periodic save, by rank 0's clock
+    SAVE = 3
+    STOP = 4
 
 
 class Call(IntEnum):
@@ -80,6 +81,7 @@ class Proposal:
     held: bool = False  # periodic saves wait: storage has failed on this rank
     drifted: bool = False  # ranks hold different values under one name, and it is not known which (rank 0)
     divided: bool = False  # it is known, and not yet in force
+    no_snapshot: bool = False  # some node can take none now
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
@@ -96,12 +98,14 @@ class Proposal:
             int(self.held),
             int(self.drifted),
             int(self.divided),
+            int(self.no_snapshot),
         ]
 
     @staticmethod
     def unpack(values: Sequence[int]) -> Proposal:
         """Read reduced integers."""
-        want, deadline, request_id, busy, failed_save, sequence, broken, committed, held, drifted, divided = values
+        want, deadline, request_id, busy, failed_save, sequence, broken, committed, *flags = values
+        held, drifted, divided, no_snapshot = flags
         return Proposal(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
@@ -114,6 +118,7 @@ class Proposal:
             held=bool(held),
             drifted=bool(drifted),
             divided=bool(divided),
+            no_snapshot=bool(no_snapshot),
         )
 
 

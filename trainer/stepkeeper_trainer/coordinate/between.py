@@ -216,7 +216,7 @@ class BetweenSteps:
         step = self._counters.step
         say("nothing_to_save", step=step, why="no step was done since the last one that is saved")
         if self._rank == 0:
-            last = self._saver.last
+            last = self._saver.last_save
             self._link.send(Stopped(step=step, save_id=last.save_id if last is not None else None), keep=True)
 
     def _save(self, collect: Callable[[], dict[str, torch.Tensor]]) -> bool:

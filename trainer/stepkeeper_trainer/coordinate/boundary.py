@@ -24,7 +24,7 @@ from stepkeeper_trainer.save.saver import Saver
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from stepkeeper_trainer.coordinate.requests import Periodic, Requests
+    from stepkeeper_trainer.coordinate.requests import Periodic, Requests, SnapshotClock
     from stepkeeper_trainer.save.planner import Divided
     from stepkeeper_trainer.state import TrainingState
 
@@ -51,6 +51,7 @@ class Boundary:
         group: Any | None,
         save_within_s: float,
         settle: Callable[[], object],
+        snapshots: SnapshotClock,
     ) -> None:
         """Prepare; `group` is the one that saves use, `settle` takes in what is known of the newest step."""
         self._saver = saver
@@ -61,6 +62,7 @@ class Boundary:
         self.group = group
         self._save_within_s = save_within_s
         self._settle = settle
+        self._snapshots = snapshots
         self._unsaid_save = False  # begun since the ranks last spoke
         self._held_said = False
         self._waits_said = -1  # sequence number of the save in flight that another was said to wait for
@@ -76,7 +78,7 @@ class Boundary:
     @property
     def saved_step(self) -> int | None:
         """The step of the newest save, unless that has failed."""
-        last = self._saver.last
+        last = self._saver.last_save
         return None if last is None or last.failed else last.summary.step
 
     @property
@@ -91,7 +93,10 @@ class Boundary:
 
     def spoken(self) -> None:
         """The ranks are about to speak: what was begun before, all will know of."""
-        self._periodic.spoken(saving=self._saver.busy or self._unsaid_save)
+        last = self._saver.last
+        begun = self._unsaid_save and last is not None and not last.snapshot
+        self._periodic.spoken(saving=self._saver.saving or begun)
+        self._snapshots.spoken()
         self._unsaid_save = False
 
     def save_as_agreed(self, agreed: Proposal) -> None:
@@ -101,12 +106,14 @@ class Boundary:
         if agreed.failed_save:
             self._make_up(agreed.failed_save)
         if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
-            self._periodic.due = self._periodic.due or agreed.failed_save == agreed.sequence > 0
+            self._periodic.due = self._periodic.due or agreed.failed_save == saver.save_sequence > 0
             self._find_differences(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
             if not requests.stop_agreed and requests.deadline_at is None:
                 return  # the save comes when what was found out is in force, and the memory for it is there
         if not self.wanted:
+            self._snapshot(agreed)
             return
+        saver.give_way()
         if not (requests.stop_agreed or requests.deadline_at is not None):
             if agreed.held and not requests.save_agreed:
                 self._say_held()
@@ -116,7 +123,7 @@ class Boundary:
                 self._renew(agreed.broken)
                 self._begin(self._state.collect, sequence=agreed.sequence + 1, ask_room=True)
             return
-        in_flight = saver.last
+        in_flight = saver.last_save
         if in_flight is not None and in_flight.summary.step == self._state.counters.step:
             requests.served()  # that one is what was asked for
             return
@@ -124,6 +131,14 @@ class Boundary:
             self._take_over()
         # One that is over its limit on some rank is left to `finish`.
         self.begin_together(Call.BEGIN, limit_at=requests.limit_at(self._save_within_s), emergency=True)
+
+    def _snapshot(self, agreed: Proposal) -> None:
+        """Begin a snapshot if one is due, and nothing stands in its way; a save at the next boundary would."""
+        if not self._snapshots.due or agreed.busy or agreed.no_snapshot or self._unsaid_save:
+            return
+        if not self._periodic.comes_after(self._state.counters.step):
+            self._renew(agreed.broken)
+            self._begin(self._state.collect, sequence=agreed.sequence + 1, ask_room=False, snapshot=True)
 
     def begin_together(
         self,
@@ -149,6 +164,7 @@ class Boundary:
         """
         saver, last = self._saver, call is Call.FINISH
         agreement, collect = agreement or self.agreement, collect or self._state.collect
+        saver.give_way()
         saver.wait(limit_at)
         if saver.compares:
             saver.wait_prepared(limit_at)  # what it finds out is in force before this save
@@ -249,7 +265,13 @@ class Boundary:
             self._saver.renew(self.group)
 
     def _begin(
-        self, collect: Callable[[], dict[str, torch.Tensor]], *, sequence: int, ask_room: bool, emergency: bool = False
+        self,
+        collect: Callable[[], dict[str, torch.Tensor]],
+        *,
+        sequence: int,
+        ask_room: bool,
+        emergency: bool = False,
+        snapshot: bool = False,
     ) -> None:
         with (
             collection_paused()
@@ -258,7 +280,7 @@ class Boundary:
             counters = self._state.counters
             loss = counters.last_loss
             tensors, problem = _try(collect)
-            self._held_said = False
+            self._held_said = self._held_said and snapshot
             if self._periodic.epoch_end:
                 self._made_up = self._made_up if self._making_up else 0
                 self._epoch_save, self._making_up = sequence, False
@@ -275,12 +297,16 @@ class Boundary:
                 sequence=sequence,
                 emergency=emergency,
                 ask_room=ask_room,
-                requested_at=self._requests.asked_at,
+                requested_at=self._requests.asked_at if not snapshot else None,
                 deadline_at=self._requests.deadline_at,
                 early=self._state.early(tensors) if self._saver.overlap_copies else frozenset(),
                 problem=problem,
+                snapshot=snapshot,
             )
         self._unsaid_save = True
+        self._snapshots.begun(counters.step)
+        if snapshot:
+            return
         self._periodic.begun(counters.step)
         self._requests.served()
 

@@ -222,6 +222,18 @@ def choose_rule(environment: str | None, every: str | int | Rule | None) -> Rule
     return Rule() if every is None else parse_rule(str(every))
 
 
+def snapshot_rule(text: str | None) -> Rule:
+    """Return how often snapshots in memory are taken; None never asks for one.
+
+    Raises:
+        UsageError: it cannot be read, or is `auto`: what a failure costs, only the user can weigh against memory.
+    """
+    rule = parse_rule(text) if text is not None else Rule()
+    if rule.auto:
+        raise UsageError(f"snapshot cadence {text!r}: `auto` is for saves; write `5 steps` or `30 s`")
+    return rule
+
+
 @dataclass(slots=True)
 class Cadence:
     """Decides whether a save is due, from what saves cost and how often nodes fail."""

@@ -98,7 +98,7 @@ def conclude(
     roll.close()
     saved_here, save_id = problem is None, None
     if saved_here:
-        last = saver.last
+        last = saver.last_save
         save_id = last.save_id if last is not None else saved[1] if saved is not None else None
     if not saved_here and not ending.stopping:
         raise SaveError(f"the last step ({ending.step}) could not be saved: {problem}")
@@ -125,7 +125,8 @@ def _save(
     roll: RollCall,
 ) -> str | None:
     """Bring the step at hand to disk; say why it is not there, as far as this rank can know."""
-    here = saver.last.summary.step if saver.last is not None else saved[0] if saved is not None else None
+    last = saver.last_save
+    here = last.summary.step if last is not None else saved[0] if saved is not None else None
     ok = saver.wait_shared(ending.limit_at, roll)  # the one in flight, of this step or an older one
     problem = "not in time"
     for attempt in range(SAVE_ATTEMPTS_MAX):

@@ -123,9 +123,9 @@ class Requests:
             self._signal_done = received
             say("signal_forgotten", signal=received.signal.name, why="the supervisor is there, and did not ask to stop")
 
-    def propose(self, rank: Proposal, *, due: bool = False) -> Proposal:
+    def propose(self, rank: Proposal, *, due: bool = False, snapshot: bool = False) -> Proposal:
         """Return what this rank has to say to the others: what it was asked for, besides how its saves are."""
-        idle = Want.DUE if due else Want.NOTHING
+        idle = Want.DUE if due else Want.SNAPSHOT if snapshot else Want.NOTHING
         want = Want.STOP if self.stop_asked else Want.SAVE if self._saves_asked else idle
         return replace(
             rank,
@@ -296,6 +296,10 @@ class Periodic:
             self._observed_at = now
         return self._cadence.due_by_time(step, now)
 
+    def comes_after(self, step: int) -> bool:
+        """Whether the number of steps asks for a save at the boundary after the one of `step`."""
+        return self._cadence.due_by_steps(step + 1)
+
     def note_agreed(self, agreed: Proposal) -> None:
         """Take over what all ranks know of rank 0's clock, unless a save has begun since it was said."""
         self.due |= agreed.want is Want.DUE and not self._begun_since
@@ -342,3 +346,37 @@ class Periodic:
             mtbf_h=round(costs.mtbf_s / 3600, 1),
             nodes=self._nodes,
         )
+
+
+class SnapshotClock:
+    """Whether a snapshot in memory is due, at the boundaries of a launch; a save is as good as one."""
+
+    def __init__(self, rule: Rule, *, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare; a rule that says nothing asks for none."""
+        self._cadence = Cadence(rule)
+        self._clocked = rank == 0 and rule.timed
+        self._now = clock
+        self._begun_since = False  # a save or snapshot has, since the ranks last spoke
+        self.due = False
+
+    def step(self, step: int) -> None:
+        """Take in that a step is complete."""
+        self.due |= self._cadence.due_by_steps(step)
+
+    def asks(self, step: int) -> bool:
+        """Whether rank 0's clock asks for a snapshot after `step`; the others have no say."""
+        return self._clocked and self._cadence.due_by_time(step, self._now())
+
+    def note_agreed(self, agreed: Proposal) -> None:
+        """Take over what all ranks know of rank 0's clock, unless a save or snapshot has begun since it was said."""
+        self.due |= agreed.want is Want.SNAPSHOT and not self._begun_since
+
+    def begun(self, step: int) -> None:
+        """Say that training begins with `step` steps done, or that a save or a snapshot of it has begun."""
+        self.due = False
+        self._begun_since = True
+        self._cadence.note_begun(step, self._now())
+
+    def spoken(self) -> None:
+        """Say that the ranks are about to speak."""
+        self._begun_since = False

@@ -60,6 +60,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     resumed_step: int | None = None
     total_steps: int | None = None  # when the work is done, where the script says it
     framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
+    memory: str = ""  # where its node holds snapshots of the run; the watcher removes them when the run leaves the node
     unable: str = ""  # why it saves nothing on request after all: this rank counts as one without the library
 
 
@@ -74,6 +75,7 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
     own_seconds: float | None = None  # what this rank worked itself for a step, without waiting for others
     loading_seconds: float | None = None  # of them, before the first forward: loading data
+    held_step: int | None = None  # the newest snapshot that the memory of all nodes holds
 
 
 class Replayed(_Message, frozen=True, kw_only=True, tag="replayed"):

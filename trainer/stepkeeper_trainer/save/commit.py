@@ -373,6 +373,38 @@ class Completer:
             limit_at=save.limit_at,
             given_up=given_up,
         )
+        manifest, own = self._describe(save, share, reports, values)
+        if self._uploader is None:
+            self._commit(save, manifest)
+        else:
+            save.check()
+            upload.files = {**upload.files, **own}
+            upload.commit = lambda: self._commit(save, manifest)
+            upload.give_up = lambda why: self._report_failure(save, why)
+            self._uploader.seal(upload, manifest.files, seal(manifest))
+        self.parent = save.save_id
+        self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
+
+    def describe_snapshot(
+        self, save: Save, share: Share, reports: list[RankReport], *, values: Values | None = None
+    ) -> Manifest:
+        """Return the manifest of a snapshot, of all ranks' reports.  A snapshot is no parent of what is saved later.
+
+        Raises:
+            SaveError, OSError: the snapshot came to nothing.
+        """
+        for report in reports:
+            if report.error is not None:
+                raise SaveError(f"rank {report.rank}: {report.error}")
+        manifest, _ = self._describe(save, share, reports, values)
+        self._before_commit(min(save.limit_at, time.time() + ROWS_WITHIN_S))
+        save.check()
+        return manifest
+
+    def _describe(
+        self, save: Save, share: Share, reports: list[RankReport], values: Values | None
+    ) -> tuple[Manifest, dict[str, FileEntry]]:
+        """Write what rank 0 alone writes; return the manifest, and what was written."""
         if drifts := compare({report.rank: report.replicas for report in reports}, share.groups):
             names = ", ".join(name for drift in drifts for name in drift.names)
             raise DriftError(f"ranks hold different values of {shorten(names)}: each is saved by the next save")
@@ -393,36 +425,27 @@ class Completer:
             save_id=save.save_id,
             parent=self.parent,
             files=dict(sorted(files.items())),
-            state=summary.parts | self._led_here(),
+            state=summary.parts | self._led_here(save),
             versions=versions(),
             conditions=conditions(),
             loss=summary.loss,
             metrics=summary.metrics,
         )
-        if self._uploader is None:
-            self._commit(save, manifest)
-        else:
-            save.check()
-            upload.files = {**upload.files, **own}
-            upload.commit = lambda: self._commit(save, manifest)
-            upload.give_up = lambda why: self._report_failure(save, why)
-            self._uploader.seal(upload, manifest.files, seal(manifest))
-        self.parent = save.save_id
-        self._ancestors = (save.save_id, *self._ancestors[: ANCESTORS_MAX - 1])
+        return manifest, own
 
     def _write_own(self, save: Save, name: str, data: bytes) -> FileEntry:
         """Write a file of rank 0 beside this rank's files: where their disk does not take it, to shared storage."""
         try:
             return _write_hashed(save, save.data / name, data)
         except OSError as error:
-            if self._uploader is None or save.local is None:
+            if self._uploader is None or save.local is None or save.snapshot:
                 raise
             self._uploader.refused(save.summary.step, error)
         return _write_hashed(save, save.directory / name, data)
 
-    def _led_here(self) -> dict[str, object]:
-        """Return what a step of the nodes' disks is known by: the steps that led to it, which may never come here."""
-        return {ANCESTORS: self._ancestors} if self._uploader is not None else {}
+    def _led_here(self, save: Save) -> dict[str, object]:
+        """Return what a step of the nodes' own is known by: the steps that led to it, which may never come here."""
+        return {ANCESTORS: self._ancestors} if self._uploader is not None or save.snapshot else {}
 
     def _commit(self, save: Save, manifest: Manifest) -> None:
         """Commit what is complete on shared storage."""

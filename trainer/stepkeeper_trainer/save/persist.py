@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.manifest import FileEntry
+import msgspec
+
+from stepkeeper_trainer.errors import DriftError, SaveError
+from stepkeeper_trainer.formats.manifest import FileEntry, seal
+from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.save.commit import Completer
@@ -28,16 +31,18 @@ from stepkeeper_trainer.tiers.uploader import Upload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import msgspec
     import torch
 
+    from stepkeeper_trainer.save.dcp_metadata import Values
     from stepkeeper_trainer.save.planner import Planner, Share
     from stepkeeper_trainer.save.replicas import Hash
     from stepkeeper_trainer.save.save import Save
     from stepkeeper_trainer.save.staging import Staging
+    from stepkeeper_trainer.tiers.memory import Snapshots
     from stepkeeper_trainer.tiers.uploader import Uploader
 
 
+SAME = msgspec.Raw(b"null")  # items that rank 0 knows
 FILES_MAX = 4  # of a rank, written beside each other; more where they would be too large
 FILE_BYTES_MIN = 64 * 1024 * 1024  # a share is split where each file still gets so much
 FILE_BYTES_MAX = 4 * 1024 * 1024 * 1024  # about: what a copy to an object store sends again after it was interrupted
@@ -50,6 +55,11 @@ class ShareFiles:
     share: Share
     plans: tuple[FilePlan, ...]
     items: msgspec.Raw  # as reported
+
+    @property
+    def bytes(self) -> int:
+        """How much they take, about: gaps between neighbours are written too."""
+        return sum(extent[5] - extent[0] for plan in self.plans for extent in plan.extents)
 
 
 class FilePlanner:
@@ -137,6 +147,15 @@ def split_evenly(names: list[str], size_of: Callable[[str], int]) -> list[list[s
     return groups
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What rank 0 tells all of a snapshot: its manifest, or why there is none."""
+
+    manifest: bytes | None = None
+    why: str = ""
+    drifted: bool = False  # ranks hold different values under one name
+
+
 class Persister:
     """Writes this rank's share of each save, and on rank 0 commits it."""
 
@@ -148,13 +167,17 @@ class Persister:
         planner: Planner,
         completer: Completer,
         uploader: Uploader | None,
+        snapshots: Snapshots | None,
         dcp_values: bool,
     ) -> None:
         """Prepare; `dcp_values`: numbers and text of the state are written for stock DCP too."""
         self._rank, self._staging, self._planner, self._completer = rank, staging, planner, completer
         self._uploader = uploader  # where the nodes' own disks come first
+        self._snapshots = snapshots
         self._files = FilePlanner(rank, staging)
         self._values = Encoder() if dcp_values else None
+        self._items_told: msgspec.Raw | None = None  # of this rank, to rank 0, by the newest snapshot
+        self._items: dict[int, msgspec.Raw] = {}  # rank 0: what each rank has told
         self._hashes: dict[str, Hash | None] = {}  # of what others hold too, as the last save has it
 
     def forget(self) -> None:
@@ -176,6 +199,8 @@ class Persister:
         if changed or not self._files.is_of(share):
             self._staging.take(tensors)
             self._files.lay_out(share)
+        if self._snapshots is not None:
+            self._snapshots.expect(self._files.of(share).bytes)
 
     def persist(
         self,
@@ -207,16 +232,87 @@ class Persister:
         upload = self._upload(save, written)
         if self._rank == 0:
             with save.doing(f"completing {save.directory}"):
-                values = self._values.encode(skeletons(tensors)) if self._values is not None else None
-                self._completer.complete(save, share, given_up, upload, values=values)
+                self._completer.complete(save, share, given_up, upload, values=self._encode(tensors))
         if self._uploader is not None:
             self._uploader.written(upload, seconds)
+        self._lay_out(share)
+
+    def hold(self, save: Save, tensors: Mapping[str, torch.Tensor], *, changed: bool) -> None:
+        """Have a snapshot held in the memory of all nodes: the ranks tell each other, and shared storage has no part.
+
+        A rank that cannot go on takes part to the end, so that no other waits for it.
+
+        Raises:
+            SaveError, TierError, OSError, RuntimeError: the snapshot came to nothing.
+        """
+        assert self._snapshots is not None, "no snapshot is begun without"
+        self._staging.finish()
+        share = self._planner.agree(tensors, changed=changed, problem=None, within_s=save.limit_at - time.time())
+        problem: Exception | None = None
+        hashes: dict[str, Hash | None] = {}
+        try:
+            files = self._files.of(share)
+            self._snapshots.expect(files.bytes)
+            save.local = self._snapshots.begin(save.summary.step, save.save_id)
+            written = self._write_all(save, files)
+            hashes = self._hash(files)
+            report = self._report_of(save, files, written, hashes)
+        except Exception as error:  # noqa: BLE001  # raised below, when the others know
+            problem = error
+            report = RankReport(rank=self._rank, save_id=save.save_id, error=shorten(str(error)))
+        reports = self._gather(report)
+        answer = _Answer()
+        if reports is not None:
+            try:
+                manifest = self._completer.describe_snapshot(save, share, reports, values=self._encode(tensors))
+                answer = _Answer(seal(manifest))
+            except Exception as error:  # noqa: BLE001  # the same
+                problem = problem or error
+                answer = _Answer(why=str(error) or type(error).__name__, drifted=isinstance(error, DriftError))
+        answer = self._planner.share_out(answer)
+        self._items_told = report.items  # rank 0 has answered: it has them
+        if answer.manifest is not None or answer.drifted:
+            self._hashes = hashes  # every rank has those of this step
+        if answer.manifest is None:
+            raise problem or SaveError(answer.why)
+        try:
+            self._snapshots.commit(answer.manifest)
+        except OSError as error:
+            problem = error
+        try:
+            self._planner.confirm(str(problem) if problem is not None else None, save.limit_at - time.time())
+        except SaveError as error:
+            raise problem or error from None
+        self._snapshots.held()
+        save.advance(Phase.REPORTED)
+        save.advance(Phase.COMMITTED)
+        self._lay_out(share)
+
+    def _gather(self, report: RankReport) -> list[RankReport] | None:
+        """Return all ranks' reports, on rank 0: what they said of their items before is not sent again."""
+        known = report.items is self._items_told
+        received = self._planner.gather(msgspec.structs.replace(report, items=SAME) if known else report)
+        if received is None:
+            return None
+        self._items.update({each.rank: each.items for each in received if each.items != SAME})
+        return [msgspec.structs.replace(each, items=self._items[each.rank]) for each in received]
+
+    def give_back(self, save: Save, error: BaseException) -> None:
+        """Give back what this rank has written of a snapshot that came to nothing."""
+        assert self._snapshots is not None
+        self._snapshots.failed(save.summary.step, save.save_id, error)
+
+    def _lay_out(self, share: Share) -> None:
+        """Lay the arena out by file, where the save has found another share than was laid out."""
         if not self._files.is_of(share):
             try:
                 self._files.lay_out(share)
-            except Exception as error:  # noqa: BLE001  # what is on disk is no less committed for it
+            except Exception as error:  # noqa: BLE001  # what is saved is no less so for it
                 self._staging.signature = None
                 warn("layout_failed", why=error)
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> Values | None:
+        return self._values.encode(skeletons(tensors)) if self._values is not None else None
 
     def _write(self, save: Save, files: ShareFiles) -> dict[str, FileEntry]:
         """Write this rank's files: to the node's own disk where there is one and it takes them."""
@@ -253,15 +349,19 @@ class Persister:
         )
 
     def _report(self, save: Save, files: ShareFiles, written: dict[str, FileEntry]) -> None:
-        self._hashes = {name: self._staging.hash_of(name) for name in files.share.replicas.names}
-        digests = digest(files.share.replicas, self._hashes.get)
-        publish(
-            save.directory,
-            RankReport(
-                rank=self._rank,
-                save_id=save.save_id,
-                items=files.items,
-                files=written,
-                replicas=digests,
-            ),
+        self._hashes = self._hash(files)
+        publish(save.directory, self._report_of(save, files, written, self._hashes))
+
+    def _hash(self, files: ShareFiles) -> dict[str, Hash | None]:
+        return {name: self._staging.hash_of(name) for name in files.share.replicas.names}
+
+    def _report_of(
+        self, save: Save, files: ShareFiles, written: dict[str, FileEntry], hashes: Mapping[str, Hash | None]
+    ) -> RankReport:
+        return RankReport(
+            rank=self._rank,
+            save_id=save.save_id,
+            items=files.items,
+            files=written,
+            replicas=digest(files.share.replicas, hashes.get),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -23,14 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from stepkeeper_trainer.coordinate.groups import gather, scatter
+from stepkeeper_trainer.coordinate.groups import broadcast, gather, scatter
 from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.save.replicas import Replicas, find_replicas, hash_tensor, minority
 from stepkeeper_trainer.state.keys import TREE_PREFIX, Look, Private, divide, is_sharded, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -122,13 +123,10 @@ class Planner:
             SaveError: some rank cannot write, or the plans contradict each other.
             RuntimeError: another rank died, or did not come in time.
         """
-        try:
+        with self._watched():
             if self._any(changed=changed or self.share is None, problem=problem, within_s=within_s):
                 self.share = None
                 self.share = self._plan_together(tensors, contents)
-        except RuntimeError:
-            self.broken = True
-            raise
         assert self.share is not None
         return self.share
 
@@ -140,6 +138,38 @@ class Planner:
             pass  # that is what the others are to hear
         except RuntimeError:
             self.broken = True
+
+    def confirm(self, problem: str | None, within_s: float) -> None:
+        """Find out whether all ranks have done what they had to.
+
+        Raises:
+            SaveError: some rank has not; on that one it is its own `problem`.
+            RuntimeError: another rank died, or did not come in time.
+        """
+        with self._watched():
+            self._any(changed=False, problem=problem, within_s=within_s)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's `value` on rank 0; None on the others.  Raises RuntimeError as `agree`."""
+        if self._group is None:
+            return [value]
+        with self._watched():
+            return gather(value, self._group)
+
+    def share_out(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank.  Raises RuntimeError as `agree`."""
+        if self._group is None:
+            return value
+        with self._watched():
+            return broadcast(value, self._group)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.broken = True
+            raise
 
     def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
         flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepkeeper_trainer import __version__
-from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.errors import SaveError, UnequalError
 from stepkeeper_trainer.formats.messages import SaveFailed, shorten
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import RankReport, publish_failure
 from stepkeeper_trainer.tiers.directory import give_up
+from stepkeeper_trainer.tiers.tier import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +79,8 @@ class Save:
     requested_at: float  # Unix seconds
     limit_at: float  # Unix seconds
     directory: Path
-    local: Path | None = None  # where this rank writes its files, if that is its node's own disk
+    local: Path | None = None  # where this rank writes its files, if that is its node's own disk or memory
+    snapshot: bool = False  # held in the nodes' memory, and never on shared storage
     ask_room: bool = False  # whether it is given up where there is no room for it
     read_back: bool = False  # what was written is compared with what the disk has, before it counts
     blocked_s: float = 0.0  # training stood still for
@@ -225,6 +227,16 @@ class Failing:
             self._report_to_supervisor(save, why)
         self._give_back(save, why)
 
+    def snapshot_failed(self, save: Save, error: BaseException, why: str) -> None:
+        """Tell of a snapshot that has failed: the one before is there still.
+
+        Rank 0 tells for all but for what befell one rank's memory.  One that gave way to a save, or is taken again
+        when it is known how values differ, has not failed.
+        """
+        own = isinstance(error, (OSError, TierError))
+        if save.cancelled is None and not isinstance(error, UnequalError) and (own or self._rank == 0):
+            warn("snapshot_failed", step=save.summary.step, save_id=save.save_id, rank=self._rank, why=why)
+
     def taken_again(self, save: Save, why: str) -> None:
         """Give back what a save wrote that is taken again: the supervisor hears of the next one only."""
         if self._rank == 0:
@@ -246,7 +258,9 @@ class Failing:
         Nothing can end its thread, which still reads what the next save would write: training goes on without saves
         until the storage answers.
         """
-        if save is None or save.over or save.reported_stuck or time.time() < save.limit_at + STUCK_AFTER_S:
+        if save is None or save.snapshot or save.over or save.reported_stuck:
+            return
+        if time.time() < save.limit_at + STUCK_AFTER_S:
             return
         save.reported_stuck = True
         why = shorten(f"the storage does not answer: {save.at}")

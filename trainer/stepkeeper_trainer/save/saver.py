@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.save.planner import Divided
     from stepkeeper_trainer.state.keys import Private
     from stepkeeper_trainer.store.guard import Guard
+    from stepkeeper_trainer.tiers.memory import Snapshots
     from stepkeeper_trainer.tiers.uploader import Uploader
 
 
@@ -66,6 +67,7 @@ class Saver:
         guard: Guard,
         listeners: Listeners,
         uploader: Uploader | None,
+        snapshots: Snapshots | None,
         read_back: bool,
         overlap_copies: bool,
         dcp_values: bool,
@@ -102,9 +104,10 @@ class Saver:
             planner=self._planner,
             completer=self._completer,
             uploader=uploader,
+            snapshots=snapshots,
             dcp_values=dcp_values,
         )
-        self._uploader = uploader
+        self._uploader, self._snapshots = uploader, snapshots
         self._begun: dict[int, Save] = {}  # by sequence number: commits are heard of later
         self._worker = Worker()  # jobs are done in the same order on all ranks
         self._prepared = threading.Event()  # nothing is being prepared
@@ -115,13 +118,20 @@ class Saver:
         self.ended = Ended()  # ranks that are gone, as far as a roll call has found out
         if uploader is not None:
             uploader.ended = self.ended.of
-        self.last: Save | None = None
+        self.last: Save | None = None  # or snapshot
+        self.last_save: Save | None = None  # that is none
+        self.held_step: int | None = None  # of the newest snapshot that all nodes hold
         self.persist_s: float | None = None  # how long the last good save took, from request to durable
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight on this rank."""
+        """Whether a save or a snapshot is in flight on this rank."""
         return self.last is not None and not self.last.over
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return self.last_save is not None and not self.last_save.over
 
     @property
     def _prepares_long(self) -> bool:
@@ -137,18 +147,23 @@ class Saver:
     def problem(self) -> str | None:
         """Why the last save came to nothing on this rank, on its way to shared storage too."""
         upload = self._uploader.last if self._uploader is not None else None
-        last = self.last.error if self.last is not None else None
+        last = self.last_save.error if self.last_save is not None else None
         return last or (upload.error if upload is not None else None)
 
     @property
     def failed_save(self) -> int:
         """Sequence number of the last save, if it came to nothing on this rank."""
-        last = self.last
+        last = self.last_save
         return last.sequence if last is not None and last.over and last.failed else 0
 
     @property
+    def save_sequence(self) -> int:
+        """Sequence number of the newest save that is no snapshot; 0 before the first."""
+        return self.last_save.sequence if self.last_save is not None else 0
+
+    @property
     def sequence(self) -> int:
-        """Sequence number of the newest save that was begun; 0 before the first."""
+        """Sequence number of the newest save or snapshot that was begun; 0 before the first."""
         return self.last.sequence if self.last is not None else 0
 
     @property
@@ -169,6 +184,7 @@ class Saver:
             held=held,
             drifted=self.drifted,
             divided=self.divided,
+            no_snapshot=self._snapshots is not None and (self._snapshots.waits() or not self._prepared.is_set()),
         )
 
     @property
@@ -217,7 +233,21 @@ class Saver:
         last = self.last
         if last is not None and not last.over and last.cancelled is None:
             last.cancelled = why
-            say("save_cancelled", step=last.summary.step, save_id=last.save_id, why=why)
+            say(
+                "snapshot_cancelled" if last.snapshot else "save_cancelled",
+                step=last.summary.step,
+                save_id=last.save_id,
+                why=why,
+            )
+
+    def give_way(self, limit_at: float = 0.0) -> None:
+        """Have a snapshot in flight end as soon as it can, for a save is wanted; wait for that until the limit.
+
+        All ranks call it.
+        """
+        if self.busy and not self.saving:
+            self.cancel("a save is wanted")
+            self.wait(limit_at)
 
     def report_if_stuck(self) -> None:
         """Say once of a save that hangs in the storage that it does; asked at each boundary."""
@@ -230,8 +260,8 @@ class Saver:
     def estimate_ms(self, now: float) -> tuple[int, int]:
         """Return how long the save in flight may still take, and how long a new one: 0 where nothing is known."""
         whole = self.persist_s or 0.0
-        last = self.last
-        left = whole - (now - last.requested_at) if last is not None and self.busy else 0.0
+        last = self.last_save
+        left = whole - (now - last.requested_at) if last is not None and self.saving else 0.0
         return int(1000 * max(0.0, left)), int(1000 * whole)
 
     def prepare(
@@ -258,6 +288,7 @@ class Saver:
         deadline_at: float | None = None,
         early: frozenset[str] = frozenset(),
         problem: BaseException | None = None,
+        snapshot: bool = False,
     ) -> Save:
         """Copy the state and begin to write it, on all ranks at the same boundary.
 
@@ -265,6 +296,7 @@ class Saver:
         With `ask_room` it is given up where there is no room for it.
         Tensors of `early` may change before the optimizer's next step (see `Staging.copy`).
         `problem` says why this rank has no state just now.
+        A `snapshot` is held in the nodes' memory; nobody outside the ranks hears of it before it is.
         Whatever goes wrong is an outcome of the save: nothing is raised for it.
         """
         assert not self.busy, "never two saves in flight"
@@ -279,11 +311,15 @@ class Saver:
             limit_at=min(now + self._limit_s, deadline_at or now + self._limit_s),
             directory=self._commits.in_flight(summary.step, save_id),
             ask_room=ask_room,
-            read_back=self._read_back and not emergency,  # the job ends soon, and is resumed from what is verified
+            snapshot=snapshot,
+            # after one the job ends, and is resumed from what is verified; the other is never on a disk
+            read_back=self._read_back and not (emergency or snapshot),
         )
-        self.last = self._begun[sequence] = save
-        self._begun = {number: each for number, each in self._begun.items() if number > sequence - BEGUN_MAX}
-        if self._rank == 0:
+        self.last = save
+        if not snapshot:
+            self.last_save = self._begun[sequence] = save
+            self._begun = dict(list(self._begun.items())[-BEGUN_MAX:])
+        if self._rank == 0 and not snapshot:
             self._link.send(SaveStarted(step=summary.step, save_id=save_id, emergency=emergency), keep=True)
         changed = False
         try:
@@ -304,17 +340,13 @@ class Saver:
         if problem is None:
             save.advance(Phase.WRITING)
         self._worker.do(lambda: self._work(save, tensors, changed=changed, problem=problem))
-        if problem is None:
+        if problem is None and not snapshot:
             say("save_started", step=summary.step, save_id=save_id, emergency=emergency, blocked_s=blocked_s)
         return save
 
     def wait(self, limit_at: float) -> bool:
         """Wait for the save in flight until `limit_at` (Unix seconds); true unless it failed or is late."""
-        last = self.last
-        if last is None:
-            return True
-        last.settled.wait(max(0.0, limit_at - time.time()))
-        return last.over and not last.failed
+        return _wait(self.last, limit_at)
 
     def wait_shared(self, limit_at: float, roll: RollCall | None = None) -> bool:
         """Wait until the last save is on shared storage, as far as this rank has to do with it.
@@ -322,7 +354,7 @@ class Saver:
         With `roll`, which all ranks then give, those that end meanwhile are not waited for.
         """
         with roll.held(limit_at) if roll is not None else nullcontext():
-            written = self.wait(limit_at)
+            written = _wait(self.last_save, limit_at)
         if self._uploader is None:
             return written
         with roll.held(limit_at) if roll is not None else nullcontext():
@@ -357,6 +389,9 @@ class Saver:
             if problem is not None:
                 self._planner.decline(root_cause(problem), save.limit_at - time.time())
                 self._staging.signature = None  # laid out anew by the next save
+            elif save.snapshot:
+                self._persister.hold(save, tensors, changed=changed)
+                self._say_held(save)
             else:
                 with save.doing(f"making {save.directory}"):
                     self._make_way(save, tensors)
@@ -366,6 +401,12 @@ class Saver:
         except BaseException as caught:  # noqa: BLE001  # DCP's own is a BaseException; any would be lost in a thread
             error = caught
         self._settle(save, error)
+
+    def _say_held(self, save: Save) -> None:
+        self.held_step = save.summary.step
+        if self._rank == 0:
+            seconds = round(time.time() - save.requested_at, 3)
+            say("snapshot_held", step=save.summary.step, blocked_s=save.blocked_s, seconds=seconds)
 
     def _note_own_commit(self, save: Save) -> None:
         """On rank 0, right after a commit: in the save's thread, or in that of the copies to shared storage."""
@@ -431,6 +472,10 @@ class Saver:
                 save.error = shorten(root_cause(error))
                 save.advance(Phase.FAILED)
                 self._drifted = self._drifted or isinstance(error, DriftError)
+                if save.snapshot:
+                    self._persister.give_back(save, error)
+                    self._failing.snapshot_failed(save, error, save.error)
+                    return
                 if isinstance(error, UnequalError):
                     self._failing.taken_again(save, save.error)
                     return
@@ -439,3 +484,11 @@ class Saver:
                     self._guard.failed(error)
         finally:
             save.settled.set()
+
+
+def _wait(save: Save | None, limit_at: float) -> bool:
+    """Wait for a save until `limit_at` (Unix seconds); true unless it failed or is late."""
+    if save is None:
+        return True
+    save.settled.wait(max(0.0, limit_at - time.time()))
+    return save.over and not save.failed

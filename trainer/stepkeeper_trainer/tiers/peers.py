@@ -12,9 +12,11 @@ connections are served side by side, and of too many the oldest gives way.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hmac
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ PROOF_BYTES = 32
 PROVED_WITHIN_S = 1.0  # who knows the key answers at once
 CONNECTED_WITHIN_S = 3.0  # tried anew until then: a proof may be late once
 PAUSE_S = 0.05
+_SIOCGIFADDR = 0x8915
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -66,9 +69,15 @@ class PeerCopies:
         self._local, self._next, self._ranks, self._pace = local, next_node, ranks, pace
         self._changed = threading.Condition()
         self._newest: Held | None = None
-        self._stopping = False
+        self._sending = self._stopping = False
         self._thread = threading.Thread(target=self._work, name="stepkeeper-peer-copies", daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step waits, or is on its way."""
+        with self._changed:
+            return self._newest is not None or self._sending
 
     def offer(self, held: Held) -> None:
         """Have a step's files sent; one that still waits is left out for it."""
@@ -89,6 +98,7 @@ class PeerCopies:
                 if self._stopping:
                     return
                 held, self._newest = self._newest, None
+                self._sending = True
             assert held is not None
             try:
                 size = self._send(held)
@@ -96,6 +106,8 @@ class PeerCopies:
                 warn("peer_copy_failed", step=held.manifest.step, to=self._next.host, why=error)
             else:
                 say("peer_copied", step=held.manifest.step, to=self._next.host, bytes=size)
+            with self._changed:
+                self._sending = False
 
     def _send(self, held: Held) -> int:
         own = {
@@ -164,6 +176,20 @@ def own_host(towards: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))  # sends nothing: it chooses the way
         return str(probe.getsockname()[0])
+
+
+def interface_host(name: str) -> str:
+    """Return the IPv4 address of a network interface.  Raises TierError: which ones there are."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            there = ", ".join(sorted(each for _, each in socket.if_nameindex()))
+            raise TierError(
+                f"peer_interface {name}: {socket.gethostname()} has no such network interface with an IPv4 address "
+                f"({error.strerror}); it has {there}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def next_node(leaders: list[int], own: int) -> int | None:

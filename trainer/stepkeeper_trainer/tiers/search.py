@@ -18,6 +18,7 @@ from stepkeeper_trainer.formats.manifest import Manifest, step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import Pace, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
+from stepkeeper_trainer.tiers.memory import Memory
 from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError
 
 ANCESTORS = "ancestors"  # in the manifest's state: save_ids that led to it, newest first; None is the very start
@@ -91,43 +92,47 @@ class Gatherer:
         place: Place,
         together: Together,
         shared: DirectoryTier,
-        local: LocalTier | None,
+        nodes: Sequence[LocalTier],
         cold: Tier | None,
         fence: Callable[[], object],
         pace: Pace | None = None,
     ) -> None:
-        """Look at nothing yet; `fence` raises where this attempt must not commit any more."""
+        """Look at nothing yet; `nodes` are what each node has of its own, what is newest as a rule first.
+
+        `fence` raises where this attempt must not commit any more.
+        """
         self._place, self._together, self._shared = place, together, shared
-        self._local, self._cold, self._fence, self._pace = local, cold, fence, pace
+        self._nodes, self._cold, self._fence, self._pace = nodes, cold, fence, pace
 
     def newer_than(self, chosen: Manifest | None) -> str | None:
         """Bring the newest whole step that is newer than `chosen`; return its directory's name below `checkpoints/`.
 
         `chosen` is what shared storage has; the same on all ranks.
         """
-        found = self._from_nodes(chosen) if self._local is not None else None
+        found = None
+        for tier in self._nodes:
+            if (newer := self._from_nodes(tier, chosen)) is not None:
+                found, chosen = newer
         if found is None and self._cold is not None:
             found = self._from_cold(chosen)
         return found
 
     # --- the nodes' disks ------------------------------------------------------------------------------
 
-    def _from_nodes(self, chosen: Manifest | None) -> str | None:
-        assert self._local is not None
-        held = self._held_here()
+    def _from_nodes(self, tier: LocalTier, chosen: Manifest | None) -> tuple[str, Manifest] | None:
+        held = self._held_here(tier)
         offers = [_offer(each.manifest) for each in held] if self._place.leads else []
         told = {offer.save_id: offer for node in self._together.gather(offers) for offer in node}
         wanted = self._together.share(self._wanted(told, chosen) if self._place.rank == 0 else None)
         mine = {each.manifest.save_id: each for each in held}
         for save_id in wanted:
-            if (directory := self._bring(save_id, mine.get(save_id))) is not None:
-                return directory
+            if (brought := self._bring(tier, save_id, mine.get(save_id))) is not None:
+                return brought
         return None
 
-    def _held_here(self) -> list[Held]:
-        assert self._local is not None
+    def _held_here(self, tier: LocalTier) -> list[Held]:
         try:
-            return self._local.steps()
+            return tier.steps()
         except OSError as error:
             warn("local_tier_failed", rank=self._place.rank, why=error)
             return []
@@ -142,10 +147,9 @@ class Gatherer:
         ]
         return [offer.save_id for offer in sorted(able, key=lambda each: (each.step, each.created_at), reverse=True)]
 
-    def _bring(self, save_id: str, mine: Held | None) -> str | None:
+    def _bring(self, tier: LocalTier, save_id: str, mine: Held | None) -> tuple[str, Manifest] | None:
         """Have all nodes copy their parts of a step; None where they do not make a whole one."""
-        assert self._local is not None
-        own = self._local.files(mine) if mine is not None and self._place.leads else None
+        own = tier.files(mine) if mine is not None and self._place.leads else None
         parts = {rank: set(files) for rank, files in enumerate(self._together.gather(own)) if files is not None}
         giver = min(parts)
         raw = self._together.gather(mine.raw if mine is not None and self._place.rank == giver else None)[giver]
@@ -165,8 +169,10 @@ class Gatherer:
                     )
                 return None
             if not missing:
-                return self._commit(held, "the nodes' disks")
-            damaged = self._copy_parts(held, missing, parts)
+                where = "the nodes' memory" if isinstance(tier, Memory) else "the nodes' disks"
+                name = self._commit(held, where)
+                return (name, held.manifest) if name is not None else None
+            damaged = self._copy_parts(tier, held, missing, parts)
             for rank, name in damaged:
                 parts[rank].discard(name)
         return None
@@ -179,16 +185,17 @@ class Gatherer:
     def _there(self, held: Held) -> set[str]:
         return set(held.manifest.files) - set(self._staging(held).missing())
 
-    def _copy_parts(self, held: Held, missing: Sequence[str], parts: dict[int, set[str]]) -> list[tuple[int, str]]:
+    def _copy_parts(
+        self, tier: LocalTier, held: Held, missing: Sequence[str], parts: dict[int, set[str]]
+    ) -> list[tuple[int, str]]:
         """Copy this rank's share of the missing files; return which were not whole, on which nodes, on all ranks."""
-        assert self._local is not None
         owners = {name: min(rank for rank, part in parts.items() if name in part) for name in missing}
         of_node = [name for name in missing if owners[name] == self._place.node[0]]
         own = of_node[self._place.node.index(self._place.rank) :: len(self._place.node)]
         bad: list[tuple[int, str]] = []
         for name in own:
             try:
-                push(self._local.tier, held, self._staging(held), [name], pace=self._pace)
+                push(tier.tier, held, self._staging(held), [name], pace=self._pace)
             except (TierError, OSError) as error:
                 warn("local_part_failed", step=held.manifest.step, file=name, rank=self._place.rank, why=error)
                 bad.append((self._place.node[0], name))

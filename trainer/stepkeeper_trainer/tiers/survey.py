@@ -20,7 +20,7 @@ from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier
 from stepkeeper_trainer.tiers.tier import Held, Tier, TierError
 
-Kind = Literal["local", "shared", "cold"]
+Kind = Literal["memory", "local", "shared", "cold"]
 State = Literal["verified", "complete", "part", "damaged"]
 
 
@@ -89,7 +89,7 @@ def _steps(kind: Kind, tier: Tier) -> Iterable[Held]:
 def _copy(kind: Kind, tier: Tier, held: Held, *, deep: bool) -> Copy:
     files = held.manifest.files
     there = [name for name, entry in files.items() if tier.has_file(held, name, entry)]
-    state: State = "complete" if len(there) == len(files) else "part" if kind == "local" else "damaged"
+    state: State = "complete" if len(there) == len(files) else "part" if kind in {"memory", "local"} else "damaged"
     problem = "" if state != "damaged" else f"{len(files) - len(there)} files are missing or of another size"
     if state == "complete":
         problems, known = _problems(tier, held, deep=deep)

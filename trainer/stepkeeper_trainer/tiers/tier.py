@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,8 +178,11 @@ def check_file(tier: Tier, held: Held, name: str, entry: FileEntry, should_stop:
 
 
 LOCAL_KEEP = 2
+SNAPSHOT_DIRECTORY = "/dev/shm"  # noqa: S108 - memory; what is there is looked at before it is used
 IDENTITY_BYTES_MAX = 64
 NODE_PATTERN = "%N"  # in the local tier's path, as srun has it: the node's name
+SNAPSHOTS_NAME = "stepkeeper-"  # and the user's number: all snapshots of a user on a node are below it
+_INTERFACE = re.compile(r"[^\s/:]{1,15}")
 IDENTITY_NAME = ".tiers-id"  # of a run directory, below checkpoints/: what nodes' disks have belongs to it
 
 
@@ -192,6 +196,9 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     local_keep: int = LOCAL_KEEP  # newest steps that stay on a node's disk
     cold_keep: int | None = None  # newest steps that stay in the cold tier; None: all
     peers: bool = False  # each node's files are also kept by the next node
+    peer_interface: str | None = None  # the network interface that takes them; None: the way to the first node
+    snapshot_every: str | None = None  # how often a step is kept in memory; None: never
+    snapshot_directory: str = SNAPSHOT_DIRECTORY  # of each node, in memory
 
     def check(self) -> Tiers:
         """Return itself.  Raises TierError."""
@@ -209,13 +216,32 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value is not None and value < least:
                 raise TierError(f"{name} {value}: at least {least} is wanted")
-        if self.peers and self.local is None:
-            raise TierError("peer copies are of the local tier, and there is none: set the local tier too")
+        self._check_peers()
+        if not os.path.isabs(self.snapshot_directory):
+            raise TierError(f"snapshot_dir {self.snapshot_directory}: an absolute path is wanted")
         return self
+
+    def _check_peers(self) -> None:
+        if self.peers and self.local is None and self.snapshot_every is None:
+            raise TierError(
+                "peer copies are of the local tier and of snapshots in memory, and there are none: set one of these too"
+            )
+        if self.peer_interface is not None:
+            if not self.peers:
+                raise TierError("peer_interface is for peer copies, and there are none: set these too")
+            if not _INTERFACE.fullmatch(self.peer_interface):
+                raise TierError(
+                    f"peer_interface {self.peer_interface!r}: not the name of a network interface: `ip link` shows them"
+                )
 
     @property
     def any(self) -> bool:
         """Whether there is a tier besides the run directory."""
+        return self.has_places or self.snapshot_every is not None
+
+    @property
+    def has_places(self) -> bool:
+        """Whether saves are written or copied to a place besides the run directory."""
         return self.local is not None or self.cold is not None
 
     def local_checkpoints(self, run_directory: Path, identity: str, node: str) -> Path | None:
@@ -225,9 +251,19 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.local is None:
             return None
-        where = run_directory.resolve()
-        name = f"{where.name}.{xxhash.xxh3_64_hexdigest(f'{where}/{identity}'.encode())[:12]}"
+        name = _name_of(run_directory, identity)
         return Path(os.path.expanduser(self.local.replace(NODE_PATTERN, node))) / name / "checkpoints"
+
+    def snapshots_of(self, run_directory: Path, identity: str, node: str) -> Path:
+        """Return the place in memory of a node for the snapshots of one run."""
+        own = f"{_name_of(run_directory, identity)}.{node}"  # nodes of a test cluster share one memory
+        return Path(self.snapshot_directory, f"{SNAPSHOTS_NAME}{os.geteuid()}", own, "checkpoints")
+
+
+def _name_of(run_directory: Path, identity: str) -> str:
+    """Return what the places of a run on nodes are called by."""
+    where = run_directory.resolve()
+    return f"{where.name}.{xxhash.xxh3_64_hexdigest(f'{where}/{identity}'.encode())[:12]}"
 
 
 def read_identity(checkpoints: Path) -> str:
@@ -267,6 +303,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
         local_keep=_whole(environ, "STEPKEEPER_LOCAL_KEEP") or LOCAL_KEEP,
         cold_keep=_whole(environ, "STEPKEEPER_COLD_KEEP"),
         peers=environ.get("STEPKEEPER_PEER_COPIES", "").lower() in {"1", "true", "yes", "on"},
+        peer_interface=environ.get("STEPKEEPER_PEER_INTERFACE") or None,
+        snapshot_every=environ.get("STEPKEEPER_SNAPSHOT_EVERY") or None,
+        snapshot_directory=environ.get("STEPKEEPER_SNAPSHOT_DIR") or SNAPSHOT_DIRECTORY,
     ).check()
 
 

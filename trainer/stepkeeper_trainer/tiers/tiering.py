@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from stepkeeper_trainer.coordinate.cadence import snapshot_rule
 from stepkeeper_trainer.environment import find_place as find_place_of_rank
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage as lineages
@@ -17,7 +20,8 @@ from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.cold import ColdCopies, Going, forget_given_up
 from stepkeeper_trainer.tiers.copying import Pace
 from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier, open_tier
-from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, next_node, own_host
+from stepkeeper_trainer.tiers.memory import Memory, Snapshots
+from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, interface_host, next_node, own_host
 from stepkeeper_trainer.tiers.search import Gatherer, Place, find_place
 from stepkeeper_trainer.tiers.survey import prune
 from stepkeeper_trainer.tiers.tier import IDENTITY_NAME, Tier, TierError, Tiers, from_environment, read_identity
@@ -50,9 +54,10 @@ class Tiering:
         """
         self.tiers, self._commits, self._agreement = tiers, commits, agreement
         self.uploader: Uploader | None = None
+        self.snapshots: Snapshots | None = None
         self._copies: ColdCopies | None = None
-        self._keeping: Keeping | None = None
-        self._peers: PeerCopies | None = None
+        self._keeping: list[Keeping] = []
+        self._peers: list[PeerCopies] = []
         shared = DirectoryTier(commits.checkpoints, attempt=commits.environment.attempt, read_back=False)
         if rank == 0 and tiers.cold is not None:
             forget_given_up(commits.checkpoints)
@@ -69,6 +74,25 @@ class Tiering:
         )
         if self._parts.local is not None and place.leads and (removed := self._parts.local.clear()):
             say("local_leftovers_removed", directories=",".join(removed))
+        self._memory = self._open_memory(identity) if tiers.snapshot_every is not None else None
+
+    def _open_memory(self, identity: str) -> Memory | None:
+        """Return this node's snapshots; None on all ranks where some node cannot take any.  All ranks call it."""
+        environment, place = self._commits.environment, self._parts.place
+        memory = Memory(self.tiers.snapshots_of(self._commits.run_directory, identity, environment.node))
+        problem = ""
+        try:
+            memory.open()
+            if place.leads:
+                memory.clear()
+                if removed := memory.sweep():
+                    say("snapshots_of_other_runs_removed", directories=",".join(removed))
+        except (TierError, OSError) as error:
+            problem = f"{environment.node}: {error}"
+        problems = [each for each in self._agreement.gather(problem) if each]
+        if problems and place.rank == 0:
+            warn("snapshots_off", why=problems[0], nodes=len(set(problems)))
+        return None if problems else memory
 
     def newer_than(self, chosen: Manifest | None) -> Path | None:
         """Bring a step that is newer than the chosen one from another tier, and return its directory.
@@ -80,7 +104,7 @@ class Tiering:
             place=parts.place,
             together=self._agreement,
             shared=parts.shared,
-            local=parts.local,
+            nodes=[each for each in (self._memory, parts.local) if each is not None],
             cold=parts.cold,
             fence=self._commits.check_fence,
         )
@@ -93,8 +117,13 @@ class Tiering:
         """Begin to copy: from now on, and what the cold tier lacks of the step that was resumed from."""
         parts = self._parts
         rank = parts.place.rank
+        if self._memory is not None:
+            if parts.place.leads:
+                self._memory.keep_only(None)  # the launch has resumed: what it came from is on shared storage
+            peers = self._start_peers(self._memory)
+            self.snapshots = Snapshots(self._memory, ranks=parts.place.node, rank=rank, peers=peers)
         if parts.local is not None:
-            self._start_peers(parts.local)
+            peers = self._start_peers(parts.local)
             self.uploader = Uploader(
                 parts.local,
                 rank=rank,
@@ -102,7 +131,7 @@ class Tiering:
                 shared=self._commits.checkpoints,
                 pace=parts.pace,
                 ranks=len(parts.place.node),
-                on_local=self._peers.offer if self._peers is not None else lambda _held: None,
+                on_local=peers.offer if peers is not None else lambda _held: None,
             )
         if parts.cold is None:
             return
@@ -119,28 +148,52 @@ class Tiering:
         if resumed is not None and manifest is not None and resumed.parent == self._commits.checkpoints:
             self._copies.offer(Going(manifest.step, manifest.save_id, resumed))
 
-    def _start_peers(self, local: LocalTier) -> None:
-        """Have the next node keep this one's files too, and keep those of the one before; all ranks do so together."""
+    def _start_peers(self, local: LocalTier) -> PeerCopies | None:
+        """Have the next node keep this one's files too, and keep those of the one before; all ranks do so together.
+
+        Raises:
+            UsageError: a node does not have the network interface that is to be used.
+        """
         if not self.tiers.peers:
-            return
+            return None
         place, address = self._parts.place, None
+        refusal: UsageError | None = None
         if place.leads:
-            meeting = find_place_of_rank()
             try:
-                self._keeping = Keeping(local, own_host(meeting.master_address if meeting is not None else "127.0.0.1"))
-                address = self._keeping.address
+                keeping = Keeping(local, self._own_host())
+                self._keeping.append(keeping)
+                address = keeping.address
+            except TierError as error:
+                refusal = UsageError(str(error))
             except OSError as error:
                 warn("peer_copies_off", rank=place.rank, why=error)
+        self._agreement.raise_together(refusal)
         addresses = self._agreement.gather(address)
         leaders = sorted(set(self._agreement.gather(place.node[0])))
         to = next_node(leaders, place.rank) if place.leads else None
-        if to is not None and addresses[to] is not None:
-            self._peers = PeerCopies(local, addresses[to], place.node, Pace())  # the limit is for storage
+        if to is None or addresses[to] is None:
+            return None
+        copies = PeerCopies(local, addresses[to], place.node, Pace())  # the limit is for storage
+        self._peers.append(copies)
+        return copies
+
+    def _own_host(self) -> str:
+        """Return the address at which the node before reaches this one.  Raises TierError or OSError."""
+        if self.tiers.peer_interface is not None:
+            return interface_host(self.tiers.peer_interface)
+        meeting = find_place_of_rank()
+        return own_host(meeting.master_address if meeting is not None else "127.0.0.1")
 
     def leave(self) -> None:
         """The processes end: what is saved from now on must get to shared storage."""
         if self.uploader is not None:
             self.uploader.leaving = True
+            self._parts.pace.lift()  # the last save may have begun before: nobody trains beside its copies
+
+    def discard_snapshots(self) -> None:
+        """The run has ended, here at least, and what it came to is on shared storage."""
+        if self.snapshots is not None:
+            self.snapshots.discard()
 
     def finish_copies(self, limit_at: float) -> None:
         """The work is finished: its last step goes to the cold tier too, if there is time until `limit_at`."""
@@ -169,10 +222,10 @@ class Tiering:
         """Stop copying (a listener's): nodes that are given back do not wait for the cold tier."""
         if self.uploader is not None:
             self.uploader.close(limit_at)
-        if self._peers is not None:
-            self._peers.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        for copies in self._peers:
+            copies.close()
+        for keeping in self._keeping:
+            keeping.close()
         if self._copies is not None and not self._copies.close(0.0):
             say("cold_copy_unfinished", tier=self.tiers.cold, why="the process leaves: the next launch continues it")
 
@@ -201,11 +254,31 @@ def find_tiers(
         UsageError: a setting makes no sense.
     """
     try:
-        told = from_environment()
-        tiers = told if told.any or given is None else given.check()
+        tiers = choose(from_environment(), given)
     except TierError as error:
         raise UsageError(str(error)) from error
+    snapshot_rule(tiers.snapshot_every)
+    agreement.check_alike(snapshot_every=tiers.snapshot_every)
     return Tiering(tiers, commits, agreement, rank, world_size) if tiers.any else None
+
+
+def choose(told: Tiers, given: Tiers | None) -> Tiers:
+    """Weigh what the environment names against the script's argument.  Raises TierError.
+
+    Places and snapshots are chosen apart: a run that is told to take snapshots keeps the tiers that its script names.
+    """
+    if given is None:
+        return told
+    given.check()
+    tiers = told if told.has_places else given
+    held = told if told.snapshot_every is not None else given
+    return msgspec.structs.replace(
+        tiers,
+        snapshot_every=held.snapshot_every,
+        snapshot_directory=held.snapshot_directory,
+        peers=tiers.peers or held.peers,
+        peer_interface=held.peer_interface or tiers.peer_interface,
+    ).check()
 
 
 def _open_cold(tiers: Tiers) -> Tier | None:

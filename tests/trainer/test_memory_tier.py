@@ -1,0 +1,170 @@
+"""What a node holds in memory: where, how much, and what is left there by whom."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from stepkeeper_trainer.tiers import Held, TierError
+from stepkeeper_trainer.tiers.memory import Memory, Snapshots, discard_told, memory_left
+from stepkeeper_trainer.tiers.tier import Tiers
+from stepkeeper_trainer.tiers.tiering import choose
+from tests.trainer.tier_steps import content, lay, make
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    tiers = Tiers(snapshot_every="5 steps", snapshot_directory=str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir(mode=0o1777)
+    made = Memory(tiers.snapshots_of(tmp_path / "run", "1", "n1"))
+    made.open()
+    return made
+
+
+def held(memory: Memory, step: int) -> Held:
+    """Have a step held, all of it by this node."""
+    files = content(step)
+    step_made = make(step, files)
+    lay(memory.begin(step, step_made.manifest.save_id, 0), files)
+    memory.commit(step_made)
+    return step_made
+
+
+def there(memory: Memory) -> list[str]:
+    return sorted(os.listdir(memory.checkpoints))
+
+
+def test_runs_and_nodes_have_places_of_their_own_that_nobody_else_may_enter(tmp_path: Path, memory: Memory) -> None:
+    tiers = Tiers(snapshot_every="5 steps", snapshot_directory=str(tmp_path / "shm"))
+    others = {tiers.snapshots_of(tmp_path / run, made, node) for run in "ab" for made in "12" for node in ("n1", "n2")}
+    assert len(others | {memory.checkpoints}) == 9
+    for each in (memory.checkpoints, memory.own, memory.own.parent):
+        assert each.stat().st_mode & 0o777 == 0o700
+    assert memory.own.parent == tmp_path / "shm" / f"stepkeeper-{os.geteuid()}"
+
+
+def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memory: Memory) -> None:
+    snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
+    first = held(memory, 5)
+    snapshots.commit(first.raw)
+    snapshots.held()
+    assert there(memory) == ["step_00000005"]
+    torn = held(memory, 10)  # and some other node does not have its part
+    snapshots.failed(10, torn.manifest.save_id, TierError("another rank cannot write"))
+    files = content(15)
+    third = make(15, files)
+    lay(snapshots.begin(15, third.manifest.save_id), files)
+    assert [name for name in there(memory) if name.startswith("step_")] == ["step_00000005"], "two at most"
+    snapshots.commit(third.raw)
+    snapshots.held()
+    assert there(memory) == ["step_00000015"]
+    snapshots.discard()
+    assert not memory.own.parent.exists()
+
+
+def test_it_says_what_does_not_fit_and_counts_what_will_be_given_back(memory: Memory) -> None:
+    status = os.statvfs(memory.checkpoints)
+    free = status.f_bavail * status.f_frsize
+    assert memory.why_no_room(1024, None) is None
+    assert "10% are left to the training" in (memory.why_no_room(free, None) or "")
+    step = held(memory, 5)
+    assert memory.bytes_beside("step_00000005") == 0
+    assert memory.bytes_beside(None) >= sum(entry.bytes for entry in step.manifest.files.values())
+
+
+def test_what_a_killed_job_left_goes_after_a_day_and_what_is_in_use_stays(memory: Memory) -> None:
+    held(memory, 5)
+    old, new = (memory.own.with_name(name) for name in ("old.0123456789ab.n1", "new.0123456789ab.n1"))
+    for each in (old, new):
+        (each / "checkpoints").mkdir(parents=True)
+    yesterday = time.time() - 90_000
+    for each in (old / "checkpoints", old, memory.checkpoints, memory.own):
+        os.utime(each, (yesterday, yesterday))
+    assert memory.sweep() == [old.name]
+    assert new.exists()
+    assert there(memory) == ["step_00000005"]
+
+
+def test_a_watcher_removes_what_ranks_have_told_and_nothing_else(tmp_path: Path, memory: Memory) -> None:
+    held(memory, 5)
+    for wrong in (
+        str(tmp_path),
+        str(memory.own.parent),
+        "/",
+        "",
+        "stepkeeper-0/run",
+        str(tmp_path / "stepkeeper-x" / "run"),
+    ):
+        with pytest.raises(TierError, match="not a place of snapshots"):
+            discard_told(wrong)
+    discard_told(str(memory.own.with_name("gone.0123456789ab.n1")))
+    assert there(memory) == ["step_00000005"]
+    memory.own.parent.chmod(0o755)
+    with pytest.raises(TierError, match="others may use it"):
+        discard_told(str(memory.own))
+    memory.own.parent.chmod(0o700)
+    discard_told(str(memory.own))
+    assert not memory.own.parent.exists()
+
+
+def test_others_must_not_be_able_to_replace_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm").chmod(0o777)  # and not sticky
+    with pytest.raises(TierError, match="others can replace what is in it"):
+        Memory(Tiers(snapshot_directory=str(tmp_path / "shm")).snapshots_of(tmp_path / "run", "1", "n1")).open()
+
+
+def lay_groups(root: Path, proc: Path, lines: str, groups: dict[str, dict[str, str]]) -> list[tuple[str, int, int]]:
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 4194304 kB\n")
+    (proc / "self/cgroup").write_text(lines)
+    for path, files in groups.items():
+        (root / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (root / path / name).write_text(text)
+    return list(memory_left(root, proc))
+
+
+def test_limits_of_all_groups_around_count_and_pages_of_files_do_not(tmp_path: Path) -> None:
+    step = {"memory.max": "max", "memory.current": str(GIB)}
+    job = {
+        "memory.max": str(4 * GIB),
+        "memory.current": str(3 * GIB),
+        "memory.stat": f"anon {GIB}\nshmem {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}\n",
+    }
+    found = lay_groups(
+        tmp_path / "cgroup",
+        tmp_path / "proc",
+        "0::/slurm/job_7/step_0\n",
+        {"slurm/job_7/step_0": step, "slurm/job_7": job},
+    )
+    assert [(left, whole) for _, left, whole in found] == [(4 * GIB, 8 * GIB), (GIB + 3 * GIB // 4, 4 * GIB)]
+    assert found[1][0].endswith("job_7")
+
+
+def test_limits_of_the_older_control_groups_count_too(tmp_path: Path) -> None:
+    job = {
+        "memory.limit_in_bytes": str(2 * GIB),
+        "memory.usage_in_bytes": str(GIB),
+        "memory.stat": f"total_inactive_file {GIB // 2}\ntotal_active_file 0\n",
+    }
+    found = lay_groups(
+        tmp_path / "cgroup", tmp_path / "proc", "9:memory:/job_7\n3:cpu,cpuacct:/\n", {"memory/job_7": job}
+    )
+    assert [(left, whole) for _, left, whole in found[1:]] == [(GIB + GIB // 2, 2 * GIB)]
+
+
+def test_a_run_that_is_told_to_take_snapshots_keeps_the_tiers_that_its_script_names() -> None:
+    scripts = Tiers(local="/nvme", local_keep=3)
+    told = Tiers(snapshot_every="5 steps", peers=True, peer_interface="ib0")
+    both = Tiers(local="/nvme", local_keep=3, snapshot_every="5 steps", peers=True, peer_interface="ib0")
+    assert choose(told, scripts) == both
+    assert choose(scripts, told) == both
+    assert choose(told, None) == told
+    assert choose(Tiers(), both) == both
+    assert choose(Tiers(local="/other"), both).local == "/other"

@@ -1,0 +1,320 @@
+"""Snapshots: steps that the nodes hold in memory, outside the ranks' processes, and never copy to shared storage.
+
+They are a local tier of their own, below a directory in memory (`/dev/shm`).  A rank that was killed finds its node's
+part again; with peer copies the next node has it too.  Each node holds the newest snapshot of which all nodes have
+their part, and besides it the one in flight: so a snapshot that is torn leaves the one before.
+
+Anybody can make names in `/dev/shm`.  What is used has to be a directory of this user's own that nobody else may enter,
+in one from which nobody else can take it away.  All else is refused, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepkeeper_trainer.formats.manifest import parse_step_name
+from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, give_up
+from stepkeeper_trainer.tiers.peers import PeerCopies
+from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError
+
+ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has grown
+RESERVE_SHARE = 0.1  # of each limit stays free: at the limit the kernel ends the training, and not the snapshot
+LOOK_EVERY_S = 1.0  # for room
+TRIES = 3
+REST_S = 60.0  # after a disk error: whatever it is, it is not tried at each step
+STALE_S = 86400.0  # a run that takes snapshots writes more often; what is older has been left by a killed node or job
+
+
+class Memory(LocalTier):
+    """The snapshots of one run on this node."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        """Make nothing yet."""
+        super().__init__(checkpoints, keep=1)
+
+    @property
+    def own(self) -> Path:
+        """All that this run has here."""
+        return self.checkpoints.parent
+
+    def open(self) -> None:
+        """Make the directory, unless it is there and nobody else could have put anything into it.
+
+        Raises:
+            TierError: it is not safe.
+            OSError: it cannot be made.
+        """
+        users = self.own.parent
+        _require_safe_parent(users.parent)
+        for _ in range(TRIES):
+            with contextlib.suppress(FileNotFoundError):  # another run of this user has ended, and taken it away
+                for each in (users, self.own, self.checkpoints):
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(each, mode=0o700)
+                    _require_own(each)
+                return
+        raise TierError(f"{users}: is removed as soon as it is made")
+
+    def begin(self, step: int, save_id: str, size: int) -> Path:
+        """Make the directory of a snapshot: somebody may have removed all of memory's since the one before.
+
+        Raises:
+            TierError, OSError: as `open`, or there is no room.
+        """
+        self.open()
+        return super().begin(step, save_id, size)
+
+    def keep_only(self, directory: str | None) -> None:
+        """Remove all snapshots but one; what cannot be removed now is removed the next time."""
+        for name in self._beside(directory):
+            if name.startswith(TRASH):
+                shutil.rmtree(self.checkpoints / name, ignore_errors=True)
+            else:
+                give_up(self.checkpoints / name)
+
+    def bytes_beside(self, directory: str | None) -> int:
+        """Return how much `keep_only` would give back."""
+        return sum(
+            entry.stat().st_blocks * 512
+            for name in self._beside(directory)
+            for entry in _entries(self.checkpoints / name)
+        )
+
+    def _beside(self, directory: str | None) -> list[str]:
+        """Return the other snapshots, by their names alone: manifests may be large, and training waits."""
+        names = (entry.name for entry in _entries(self.checkpoints))
+        return [n for n in names if n != directory and (n.startswith(TRASH) or parse_step_name(n) is not None)]
+
+    def discard(self) -> None:
+        """Remove all that this run has here, and the user's directory where nothing else is in it."""
+        shutil.rmtree(self.own, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs have something there
+            self.own.parent.rmdir()
+
+    def sweep(self) -> list[str]:
+        """Remove what other runs of this user left here when their node or job was killed; return the names."""
+        removed = []
+        for entry in _entries(self.own.parent):
+            if entry.name != self.own.name and entry.is_dir(follow_symlinks=False) and _age_s(entry.path) > STALE_S:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                removed.append(entry.name)
+        return removed
+
+    def why_no_room(self, size: int, directory: str | None) -> str | None:
+        """Say why `size` bytes do not fit beside the snapshot in `directory`; None where they do.  Raises OSError."""
+        wanted = int(size * ROOM_FACTOR) - self.bytes_beside(directory)
+        status = os.statvfs(self.checkpoints)
+        unit = status.f_frsize
+        for where, free, whole in (
+            (str(self.checkpoints), status.f_bavail * unit, status.f_blocks * unit),
+            *memory_left(),
+        ):
+            if free - RESERVE_SHARE * whole < wanted:
+                return (
+                    f"{where}: a snapshot takes {_mib(wanted)}; {_mib(free)} of {_mib(whole)} are free, "
+                    f"and {RESERVE_SHARE:.0%} are left to the training"
+                )
+        return None
+
+
+class Snapshots:
+    """One a rank: what it has to do for a snapshot on its node."""
+
+    def __init__(self, memory: Memory, *, ranks: tuple[int, ...], rank: int, peers: PeerCopies | None) -> None:
+        """Begin with an empty memory; `ranks` are those of this node."""
+        self._memory, self._ranks, self._rank, self._peers = memory, len(ranks), rank, peers
+        self._leads = ranks[0] == rank
+        self._committed: Held | None = None  # the newest snapshot of which this node has its part
+        self._whole: str | None = None  # directory of the newest that all nodes hold
+        self._size = 0  # of this rank's part
+        self._looked_at = -LOOK_EVERY_S
+        self._rest_until = 0.0
+        self._no_room: str | None = None
+
+    def expect(self, size: int) -> None:
+        """Say how many bytes this rank's part of a snapshot will have."""
+        self._size = size
+
+    def waits(self) -> bool:
+        """Whether this node can take no snapshot now; asked at each step, and looked at now and then."""
+        now = time.monotonic()
+        if not self._leads:
+            return now < self._rest_until
+        if self._peers is not None and self._peers.busy:
+            return True
+        if now >= self._looked_at + LOOK_EVERY_S:
+            self._looked_at = now
+            self._note_room(self._find_room())
+        return self._no_room is not None or now < self._rest_until
+
+    def _find_room(self) -> str | None:
+        copies = 2 if self._peers is not None else 1  # the node before sends its part
+        try:
+            return self._memory.why_no_room(copies * self._ranks * self._size, self._whole)
+        except OSError as error:
+            return str(error)
+
+    def _note_room(self, why: str | None) -> None:
+        """Tell of a lack of room once, and of its end."""
+        if why is not None and self._no_room is None:
+            warn("snapshots_wait", rank=self._rank, why=why, instead="a relaunch goes on from what is on disk")
+        elif why is None and self._no_room is not None:
+            say("snapshots_go_on", rank=self._rank, why="there is room again")
+        self._no_room = why
+
+    def begin(self, step: int, save_id: str) -> Path:
+        """Return where this rank writes its part.  All nodes hold the snapshot before, or it does not count.
+
+        Raises:
+            TierError, OSError: there is no room, or the memory refuses.
+        """
+        if self._leads:
+            self._memory.keep_only(self._whole)
+        return self._memory.begin(step, save_id, self._ranks * self._size)
+
+    def commit(self, manifest: bytes) -> None:
+        """Make this node's part a step of its memory, by its first rank.  Raises OSError."""
+        if self._leads:  # nobody else needs to parse it
+            held = Held.read("", manifest, source="the manifest of a snapshot")
+            name = self._memory.commit(held)
+            self._committed = Held(name, held.manifest, manifest) if name is not None else None
+
+    def held(self) -> None:
+        """Take note that all nodes have their parts: the snapshot before is not needed any more."""
+        if not self._leads or self._committed is None:
+            return
+        self._whole = self._committed.directory
+        if self._peers is None:
+            self._memory.keep_only(self._whole)
+        else:  # the one before stays until the copies are made
+            self._peers.offer(self._committed)
+
+    def failed(self, step: int, save_id: str, error: BaseException) -> None:
+        """Give back what this rank has written of a snapshot that came to nothing."""
+        self._memory.forget(step, save_id, self._rank)
+        if isinstance(error, OSError | TierError):
+            self._rest_until = time.monotonic() + REST_S
+
+    @property
+    def directory(self) -> Path:
+        """All that this run has in this node's memory."""
+        return self._memory.own
+
+    def discard(self) -> None:
+        """Remove all: the run has ended, and its state is on shared storage."""
+        if self._leads:
+            self._memory.discard()
+
+
+def discard_told(where: str) -> None:
+    """Remove a run's snapshots by what a rank has said of them, unless it is not such a place.
+
+    Raises:
+        TierError, OSError: it is none, or not safe.
+    """
+    memory = Memory(Path(where) / "checkpoints")
+    if not (os.path.isabs(where) and memory.own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
+        raise TierError(f"{where}: not a place of snapshots")
+    if memory.own.is_dir():
+        _require_own(memory.own.parent)
+        memory.discard()
+
+
+def _require_own(path: Path) -> None:
+    """Refuse what is no directory of this user alone.  Raises TierError or OSError."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise TierError(f"{path}: is no directory (a link is not followed): remove it, or set snapshot_dir")
+    if found.st_uid != os.geteuid():
+        raise TierError(
+            f"{path}: belongs to user id {found.st_uid}, who could put anything there: have it removed, "
+            "or set snapshot_dir"
+        )
+    if found.st_mode & 0o077:
+        raise TierError(
+            f"{path}: others may use it (mode {stat.S_IMODE(found.st_mode):o}): remove it, or set its mode to 700"
+        )
+
+
+def _require_safe_parent(path: Path) -> None:
+    """Refuse a directory in which others could put something in the place of ours.  Raises TierError or OSError."""
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise TierError(f"{path}: is no directory: set snapshot_dir to one in memory, such as /dev/shm")
+    writable = found.st_mode & 0o022
+    if found.st_uid not in {0, os.geteuid()} or (writable and not found.st_mode & stat.S_ISVTX):
+        raise TierError(f"{path}: others can replace what is in it: set snapshot_dir to another directory in memory")
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as found:
+            return list(found)
+    except FileNotFoundError:  # another rank, or another run, has removed it meanwhile
+        return []
+
+
+def _age_s(path: str) -> float:
+    """Return how long ago anything was made or removed there; 0 where it cannot be told."""
+    try:
+        newest = max(each.stat().st_mtime for each in (Path(path), *Path(path).glob("checkpoints")))
+    except OSError:
+        return 0.0
+    return time.time() - newest
+
+
+def _mib(size: float) -> str:
+    return f"{size / 1024**2:,.0f} MiB"
+
+
+# --- memory that is left: of the node, and of each control group around this process -------------------------
+
+_ROOT = Path("/sys/fs/cgroup")
+_FILES = {  # limit, what is used, and in memory.stat what the kernel gives back when it is short: files' pages
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def memory_left(root: Path = _ROOT, proc: Path = Path("/proc")) -> Iterator[tuple[str, int, int]]:
+    """Yield whose limit, how many bytes are left below it, and how many it is.  What cannot be read has no limit."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        node = _table((proc / "meminfo").read_bytes())
+        yield "the node's memory", node["MemAvailable:"] * 1024, node["MemTotal:"] * 1024
+    try:
+        lines = (proc / "self/cgroup").read_text(errors="replace")
+    except OSError:
+        return
+    for line in lines.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for controller in set(controllers.split(",")) & _FILES.keys():
+            yield from _groups_left(root / controller, path.strip("/"), _FILES[controller])
+
+
+def _groups_left(root: Path, path: str, names: tuple[str, str, tuple[str, str]]) -> Iterator[tuple[str, int, int]]:
+    """Yield as above for a control group and those around it."""
+    limit_name, used_name, cache_names = names
+    at = root / path
+    while True:
+        with contextlib.suppress(OSError, ValueError):  # no limit here, or none that is a number ("max")
+            limit = int((at / limit_name).read_text())
+            used = int((at / used_name).read_text())
+            table = _table((at / "memory.stat").read_bytes())
+            yield f"the memory limit of {at}", limit - used + sum(table.get(each, 0) for each in cache_names), limit
+        if at == root:
+            return
+        at = at.parent
+
+
+def _table(data: bytes) -> dict[str, int]:
+    """Return the first number of each line."""
+    fields = (line.split() for line in data.decode(errors="replace").splitlines())
+    return {each[0]: int(each[1]) for each in fields if len(each) > 1 and each[1].isdigit()}

@@ -37,6 +37,8 @@ cause's row of the ladder (below).  A verdict of less confidence than {Limits().
 `unknown` does.
 
 What the supervisor itself saw is a root too: `progress-silence` is a hang, with what its ranks did (see below).
+`computed-wrongly` is a rank that came to other bits where it computed a micro-batch again
+([silent corruption](trainer-api.md#silent-corruption)).  It outweighs all other evidence.
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` are numerical.  A rank that the supervisor killed is no
 evidence.  Nor are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
 

@@ -19,7 +19,7 @@ from stepkeeper_trainer.observe.confirmation import _Seen, choose_every, find_gu
 from stepkeeper_trainer.store.retention import Candidate, Policy, decide
 from tests.trainer.confirm_scenes import EVERY, STEPS, WRONG_AT
 from tests.trainer.fsdp import needs_fsdp
-from tests.trainer.ranks import watcher_socket
+from tests.trainer.ranks import finish, watcher_socket
 from tests.trainer.scenes import Stage
 
 TOLD_WITHIN_S = 60.0
@@ -164,3 +164,15 @@ def test_the_newest_step_that_is_confirmed_is_kept() -> None:
 
     assert set(kept) == {"9", "8", "4"}
     assert set(decide(steps[:3], Policy(keep_last=2, epochs=False)).kept) == {"9", "8"}
+
+
+def test_the_reference_script_comes_to_the_same_losses_with_checks(
+    uninterrupted: tuple[Path, dict[int, str]], tmp_path: Path
+) -> None:
+    _, without = uninterrupted
+
+    found = finish(2, tmp_path / "run", environment={"STEPKEEPER_CONFIRM_EVERY": "4"})
+
+    assert found == without
+    newest = tmp_path / "run" / "checkpoints" / "step_00000024"
+    assert read_manifest(newest).state[CONFIRMED] == 20

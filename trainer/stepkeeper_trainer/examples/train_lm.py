@@ -101,7 +101,7 @@ def main() -> None:
         manager.save()
     for step in manager.steps():
         started_at = time.monotonic()
-        loss, grad_norm = train_step(training, step)
+        loss, grad_norm = train_step(training, step, manager)
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         sampler.advance(options.batch)
@@ -119,20 +119,27 @@ def main() -> None:
     sys.exit(code)
 
 
-def train_step(training: Training, step: int) -> tuple[float, float]:
+def train_step(training: Training, step: int, manager: CheckpointManager) -> tuple[float, float]:
     """Do one optimizer step over the global batch; return its mean loss and the gradient's norm."""
     model, options, place = training.model, training.options, training.place
     micro_batches = options.batch // options.micro_batch
     own = range(place.rank, micro_batches, place.world_size)
     total = torch.zeros((), dtype=torch.float64)
-    for index, micro_batch in enumerate(own):
+
+    def compute(index: int) -> torch.Tensor:
+        micro_batch = own[index]
         if isinstance(model, FSDPModule):  # gradients cross ranks once a step, with the last micro-batch
             model.set_requires_gradient_sync(index == len(own) - 1)
         model.dropout.key(options.seed, step, micro_batch)
         samples = training.sampler.micro_batch(micro_batch, options.micro_batch)
         loss = model(*training.corpus.batch(samples, training.device))
         (loss / len(own)).backward()
-        total += loss.detach().double().cpu()
+        mean: torch.Tensor = loss.detach().double().cpu()
+        return mean
+
+    for index in range(len(own)):
+        # the first one may be computed twice, to find a GPU that computes wrongly (--confirm-every of `stepkeeper run`)
+        total += compute(index) if index else manager.confirm(lambda: compute(0))
     if place.world_size > 1:
         dist.all_reduce(total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)

@@ -81,7 +81,8 @@ seconds apart.  All of it stays in the launch's logs, below `stacks/`:
   Python's faulthandler gives them.  Native stacks need py-spy.  The file also has what the kernel says of each thread
   and of the rank's children.  That is the state, the system call, and the file, socket or device of that call.
 - `collectives-rank-R.json`: where the rank is in each group's collectives.  A thread of the trainer library asks
-  torch's flight recorders for it (NCCL's, and that of CPU groups).
+  torch's flight recorders for it (NCCL's, and that of CPU groups).  NCCL's RAS is asked too
+  ([slow training](slow-training.md)).
 
 - `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
 - `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.

@@ -42,6 +42,7 @@ class Training:
     options: argparse.Namespace
     place: Place
     device: torch.device
+    manager: CheckpointManager
 
 
 def main() -> None:
@@ -80,8 +81,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, options))
 
-    training = Training(model, optimizer, sampler, corpus, options, place, device)
-
     manager = CheckpointManager(
         {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler},
         every=options.checkpoint_every or options.checkpoint_every_steps,
@@ -93,6 +92,7 @@ def main() -> None:
         attach_signals=True,  # SIGTERM and SIGUSR1 save and stop, outside Slurm too
         attach_excepthook=True,  # an error of the library ends the program with its exit code, and no traceback
     )
+    training = Training(model, optimizer, sampler, corpus, options, place, device, manager)
     manager.resume()
     gc.freeze()
     gc.enable()
@@ -101,7 +101,7 @@ def main() -> None:
         manager.save()
     for step in manager.steps():
         started_at = time.monotonic()
-        loss, grad_norm = train_step(training, step, manager)
+        loss, grad_norm = train_step(training, step)
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         sampler.advance(options.batch)
@@ -119,7 +119,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def train_step(training: Training, step: int, manager: CheckpointManager) -> tuple[float, float]:
+def train_step(training: Training, step: int) -> tuple[float, float]:
     """Do one optimizer step over the global batch; return its mean loss and the gradient's norm."""
     model, options, place = training.model, training.options, training.place
     micro_batches = options.batch // options.micro_batch
@@ -139,7 +139,7 @@ def train_step(training: Training, step: int, manager: CheckpointManager) -> tup
 
     for index in range(len(own)):
         # the first one may be computed twice, to find a GPU that computes wrongly (--confirm-every of `stepkeeper run`)
-        total += compute(index) if index else manager.confirm(lambda: compute(0))
+        total += compute(index) if index else training.manager.confirm(lambda: compute(0))
     if place.world_size > 1:
         dist.all_reduce(total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)

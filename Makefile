@@ -91,7 +91,7 @@ test-torch-oldest: setup  ## the trainer library on the oldest torch and Python 
 # environments of their own, kept outside of the checkout: FRAMEWORKS_CACHE says where
 test-frameworks: compiled  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
-	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_matrix.py $(PYTEST) -rs
+	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_matrix.py tests/stories/test_framework_limits.py $(PYTEST) -rs
 
 # an environment of its own, which has the packages of .venv besides
 STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages

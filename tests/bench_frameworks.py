@@ -137,6 +137,7 @@ class Bench:
         job = Job(self.lab, name=name, kind=script, alone=way != STEPKEEPER, arguments=fault.arguments)
         if fault.name == LIMIT:
             job.length, job.step_s, job.evaluates_at = 20, 3.0, 1000
+            job.arguments += script.no_evaluation
             job.sbatch_args = ("--time=1", "--signal=B:USR2@1") if way == STEPKEEPER else ("--time=1",)
         if way == LIGHTNING:
             job.sbatch_args += (f"--signal=SIGUSR1@{SIGNAL_BEFORE_S}",)

@@ -3,6 +3,8 @@
 Each lies above the environment that runs this, whose torch it takes, so none downloads torch again.  They are kept
 in STEPKEEPER's cache directory (FRAMEWORKS_CACHE, default /var/tmp/stepkeeper-frameworks) by the digest of what they
 need.  Where one cannot be built, its tests are skipped with the reason, and the others are played.
+
+FRAMEWORKS_VERSIONS=oldest takes the oldest releases to which `--attach` attaches, in place of today's.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ NAMES = ("huggingface", "lightning", "torchtitan", "deepspeed", "megatron", "tor
 WITHOUT_DEPENDENCIES = ("torchtitan", "megatron")
 """What they would pull in needs a GPU; the file lists all that is needed here."""
 WITHIN_S = 1200.0
+VERSIONS_VARIABLE = "FRAMEWORKS_VERSIONS"
 
 
 def cache() -> Path:
@@ -31,8 +34,15 @@ def cache() -> Path:
 
 def place(name: str) -> Path:
     """Return where an environment is or would be: a change of its requirements or of torch makes another one."""
-    wanted = [sys.version, sys.base_prefix, _below(), (HERE / f"requirements-{name}.txt").read_text()]
+    wanted = [sys.version, sys.base_prefix, _below(), requirements(name).read_text()]
     return cache() / f"{name}-{hashlib.sha256(chr(0).join(wanted).encode()).hexdigest()[:12]}"
+
+
+def requirements(name: str) -> Path:
+    """Return the file that lists the packages of an environment."""
+    oldest = HERE / f"requirements-{name}-oldest.txt"
+    wanted = os.environ.get(VERSIONS_VARIABLE) == "oldest" and oldest.exists()
+    return oldest if wanted else HERE / f"requirements-{name}.txt"
 
 
 def python(name: str) -> tuple[Path | None, str]:
@@ -66,7 +76,6 @@ def _below() -> str:
 
 def _make(name: str, directory: Path) -> str:
     base = Path(sys.base_prefix) / f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    requirements = HERE / f"requirements-{name}.txt"
     pip: list[str | Path] = [directory / "bin/python", "-m", "pip", "install", "--quiet"]
     try:
         _call([base if base.exists() else sys.executable, "-m", "venv", directory])
@@ -77,7 +86,7 @@ def _make(name: str, directory: Path) -> str:
         if name == "deepspeed":  # it is built from source, without its kernels, and looks at the torch that is there
             _call([*pip, "setuptools", "wheel"])
             pip.append("--no-build-isolation")
-        _call([*pip, "--requirement", requirements])
+        _call([*pip, "--requirement", requirements(name)])
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         return str(error)[-300:]
     return ""

@@ -84,10 +84,10 @@ def _end_group(pid: int) -> None:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # some frameworks print while they are imported
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     answers.write(json.dumps({"ready": True}) + "\n")
     while line := sys.stdin.readline():
         request = json.loads(line)

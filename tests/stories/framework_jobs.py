@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from stepkeeper.core import events as on
 from tests.frameworks import environments
 from tests.lab import Lab
@@ -44,6 +46,7 @@ class Script:
     arguments: tuple[str, ...] = ()
     checkpoint: str = "{step}"  # the name of a step's checkpoint
     saves_in_evaluation: bool = True  # at a notice; else behind it
+    no_evaluation: tuple[str, ...] = ()  # further arguments, where the last step is evaluated whatever its number
 
     def command(
         self, python: Path, script: Path, out: Path, *, steps: int, step_s: float, evaluates_at: int
@@ -60,7 +63,7 @@ class Script:
 HUGGINGFACE = Script(
     "huggingface", "huggingface", "huggingface_trainer.py", "--output_dir", "--max_steps", "--save_steps",
     "--eval_steps", "--sample_seconds", 8, ("--eval_strategy", "steps", "--use_cpu", "True", "--ddp_backend", "gloo"),
-    "checkpoint-{step}",
+    "checkpoint-{step}", no_evaluation=("--eval_strategy", "no"),
 )  # fmt: skip
 LIGHTNING = Script(
     "lightning", "lightning", "lightning_trainer.py", "--out", "--max_steps", "--save_steps", "--eval_steps",
@@ -75,6 +78,14 @@ DEEPSPEED = Script(
     "--step_seconds", checkpoint="global_step{step}", saves_in_evaluation=False,
 )  # fmt: skip
 ALL = (HUGGINGFACE, LIGHTNING, ACCELERATE, DEEPSPEED)
+each_script = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.framework)
+
+
+def require(kind: Script) -> None:
+    """Skip a test where the environment of its framework was not built."""
+    python, why = environments.python(kind.environment)
+    if python is None:
+        pytest.skip(why)
 
 
 @dataclass
@@ -313,9 +324,11 @@ def another_file_system() -> Iterator[dict[str, str]]:
 
 
 def whole(lab: Lab, kind: Script, name: str = "whole", *, evaluates_at: int = EVALUATES_AT) -> dict[int, str]:
-    """Return the losses of a run that nothing befalls, without Stepkeeper."""
+    """Return the losses of an uninterrupted run without Stepkeeper.
+
+    Its exit code is not compared: gloo sometimes aborts a process that has finished, in the interpreter's exit.
+    """
     job = Job(lab, name=f"{kind.framework}-{name}", kind=kind, alone=True, evaluates_at=evaluates_at).begin()
     job.wait_end(ACT_S)
-    assert lab.job(job.job_id).state == "COMPLETED", job.story()
     assert set(job.losses()) == set(range(1, STEPS + 1)), job.story()
     return job.losses()

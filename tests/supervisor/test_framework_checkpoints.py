@@ -233,7 +233,8 @@ def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: P
     seen = tmp_path / "seen"
 
     with structlog.testing.capture_logs() as said:
-        launched(case, f"cp {case.root}/latest {seen}", resume_from=chosen)
+        ended = launched(case, f"exec cp {case.root}/latest {seen}", resume_from=chosen)
+    assert ended.code == 0, (ended, said)
 
     assert seen.read_text() == "global_step10"
     [repaired] = [each for each in said if each["event"] == "pointer_repaired"]
@@ -389,6 +390,7 @@ def test_a_zero_checkpoint_is_converted_for_another_number_of_ranks_where_they_a
     case = Case(
         tmp_path, framework="deepspeed", patterns=None, world_change=WorldChange.NO, command=command, attached=True
     )
+    assert not case.choose().same_world, "a node that is lost before the next choice must not end the allocation"
     from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
 
     path = layouts.deepspeed(2)(case.root, 10)
@@ -497,7 +499,7 @@ def saying(said: str, code: int) -> str:
 
 
 def launched(case: Case, srun: str, *, resume_from: str | None = None, foreign: bool = True) -> on.LaunchEnded:
-    """Return the end of a launch whose srun is a shell script."""
+    """Return the end of a launch whose srun is a shell script.  A child of it would be taken for srun's shepherd."""
     bin_directory = case.run / "bin"
     bin_directory.mkdir()
     (bin_directory / "srun").write_text(f"#!/bin/sh\n{srun}\n")

@@ -206,6 +206,8 @@ def _stepped(optimizer: Any) -> None:
     _loop.steps[optimizer] = steps = _loop.steps.get(optimizer, 0) + 1
     _loop.ahead = max(_loop.ahead, steps)
     _loop.pending += 1
+    if _loop.between_steps:
+        attachment.stepped(_loop.number)
     if _loop.pending > STEPS_WITHOUT_BATCH_MAX * len(_loop.steps):
         attachment.withdraw(
             f"in {STEPS_WITHOUT_BATCH_MAX} steps, the script has asked no data loader of Accelerate for a batch between"

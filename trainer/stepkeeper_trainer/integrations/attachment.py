@@ -70,7 +70,7 @@ class Attachment:
         self.training = training  # replaced once the framework has described it
         self.open = False
         self.over = False  # the training has ended: another one may begin in this process
-        self._step = self._saved_step = 0
+        self._step = self._saved_step = self._reported_step = 0
         self._begun_at = 0.0  # of the save at hand; Unix seconds
         self._to_confirm: Committed | None = None  # saved on this rank
         self._confirming: Committed | None = None  # the message that tells the others so is on its way
@@ -96,7 +96,7 @@ class Attachment:
         self._link = Link(environment.socket, environment.launch_name)
         self.rank, world_size = groups.find_rank()
         training = self.training
-        self._step = self._saved_step = training.step
+        self._step = self._saved_step = self._reported_step = training.step
         named = Reporter(
             self._link, self.rank, world_size, None, total_steps=training.total_steps, framework=training.version
         )
@@ -115,6 +115,13 @@ class Attachment:
         say("attached", framework=training.version, step=training.step)
 
     # --- what a framework's callback calls, on all ranks in the same order --------------------------
+
+    def stepped(self, step: int) -> None:
+        """Report a complete optimizer step at once; `step_done` follows when the script has done its own work of it.
+
+        Until then a notice would find nothing to save in a launch that has done its first step.
+        """
+        self._guarded(lambda: self._report(step), None)
 
     def step_done(self, step: int) -> Asked:
         """Say that an optimizer step is complete; return what to do before the next one."""
@@ -250,7 +257,7 @@ class Attachment:
             reporter.alive(step, 0, None)
         else:
             self._step = step
-            reporter.step(step, 0, None)
+            self._report(step)
         self._link.flush()
         requests.receive()
         if not requests.stop_agreed:
@@ -282,9 +289,15 @@ class Attachment:
         (unable,) = self._agreement.settle(Call.SAVE, [bool(why)], within_s=EVALUATION_WITHIN_S)
         return why or ("another rank cannot save" if unable else "")
 
+    def _report(self, step: int) -> None:
+        assert self._reporter is not None, "an open attachment has joined"
+        if step != self._reported_step:
+            self._reported_step = step
+            self._reporter.step(step, 0, None)
+
     def _say_alive(self) -> None:
         assert self._reporter is not None, "an open attachment has joined"
-        self._reporter.alive(self._step, 0, None)
+        self._reporter.alive(self._reported_step, 0, None)
 
     def _say_saving(self) -> None:
         self._begun_at = time.time()

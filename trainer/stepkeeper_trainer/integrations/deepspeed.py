@@ -56,7 +56,10 @@ def install(module: ModuleType) -> None:
     @functools.wraps(step)
     def attach_and_step(self: Any, *arguments: Any, **named: Any) -> Any:
         _attach(self)
-        return step(self, *arguments, **named)
+        stepped = step(self, *arguments, **named)
+        if (known := _engines.get(self)) is not None:
+            known.attachment.stepped(self.global_steps)
+        return stepped
 
     @functools.wraps(save)
     def save_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:

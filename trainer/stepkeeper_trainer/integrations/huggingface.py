@@ -27,7 +27,7 @@ class StepkeeperCallback(TrainerCallback):
         self._attachment = Attachment(Training(framework=NAME, version=""))
         self._training = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Attach: the process group is there, and the state is resumed."""
 
         def describe() -> Training:
@@ -42,6 +42,9 @@ class StepkeeperCallback(TrainerCallback):
 
         self._attachment = attach(NAME, describe)
         self._training = True
+        if self._attachment.open and _is_last(state):
+            control.should_training_stop = True  # with `_no_batch_behind_the_last_step`
+        return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Have the Trainer save at the step that all ranks agree on; `on_save` leaves."""
@@ -54,7 +57,9 @@ class StepkeeperCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """The Trainer may save here too."""
+        """The Trainer may save here too.  An evaluation of the last step that a notice interrupted is repeated."""
+        if control.should_training_stop and _is_last(state) and not _is_evaluated(args, state):
+            control.should_evaluate = True
         self._say_saving(control)
         return control
 
@@ -92,9 +97,18 @@ def _is_last(state: Any) -> bool:
     return 0 < int(state.max_steps) <= int(state.global_step)
 
 
+def _is_evaluated(args: Any, state: Any) -> bool:
+    """Tell whether the state at hand was evaluated, or is not to be: the Trainer evaluates the last step always."""
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+        return True
+    own = (each for each in state.log_history if each.get("step") == state.global_step)
+    return any(key.startswith("eval_") for each in own for key in each)
+
+
 def install(module: ModuleType) -> None:
     """Give each Trainer that a script makes our callback, and the chosen checkpoint where its `train` names none."""
     with_each(module.Trainer, _add)
+    _no_batch_behind_the_last_step(module.Trainer)
     train = module.Trainer.train
 
     @functools.wraps(train)
@@ -107,6 +121,19 @@ def install(module: ModuleType) -> None:
         return train(self, resume_from_checkpoint, trial, *arguments, **named)
 
     module.Trainer.train = train_from_chosen
+
+
+def _no_batch_behind_the_last_step(trainer_class: Any) -> None:
+    """Have a training that resumes at its last step do none: the Trainer looks behind a step, and does one more."""
+    get_batch_samples = trainer_class.get_batch_samples
+
+    @functools.wraps(get_batch_samples)
+    def get_none_behind_the_last_step(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.control.should_training_stop and _is_last(self.state):
+            return [], None
+        return get_batch_samples(self, *arguments, **named)
+
+    trainer_class.get_batch_samples = get_none_behind_the_last_step
 
 
 def _chosen(trainer: Any, wanted: Any) -> Any:

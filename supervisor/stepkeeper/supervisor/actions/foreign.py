@@ -217,11 +217,13 @@ class ForeignCheckpoints:
 
     def _converts(self, newest: Newest) -> bool:
         """Tell whether a checkpoint that only as many ranks as saved it can resume is converted for others."""
-        if not self._loads_converted or self._following.framework != converting.FRAMEWORK:
-            return False
         if newest.world_change is not WorldChange.NO or newest.ranks is None:
             return False
-        if not converting.convertible(Path(newest.directory)):
+        return converting.convertible(Path(newest.directory)) and self._can_convert()
+
+    def _can_convert(self) -> bool:
+        """Tell whether the ranks load conversions, and their Python has the tool that makes them."""
+        if not self._loads_converted or self._following.framework != converting.FRAMEWORK:
             return False
         if self._python is None:
             python = converting.python_of(self._command, self._environment)
@@ -285,7 +287,7 @@ class ForeignCheckpoints:
             bytes_read=newest.bytes_read if newest is not None else 0,
             seconds=time.monotonic() - began,
             same_world=(newest or self._following).world_change is WorldChange.NO
-            and not (newest is not None and self._converts(newest)),
+            and not (self._can_convert() if newest is None else self._converts(newest)),
         )
 
     def end(self, code: int, *, resumed_from: str | None) -> End:

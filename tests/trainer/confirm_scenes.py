@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from stepkeeper_trainer import CheckpointManager
@@ -27,11 +27,23 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.first = nn.Linear(8, 16)
+        self.norm: nn.Module = nn.BatchNorm1d(16)
         self.dropout, self.last = nn.Dropout(0.5), nn.Linear(16, 4)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.last(self.dropout(torch.relu(self.norm(self.first(batch)))))
+
+
+def _wrapped(model: Model, wrap: str) -> nn.Module:
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    if wrap == "plain":
+        return model
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if wrap == "mixed" else MixedPrecisionPolicy()  # with it, gradients are accumulated somewhere else
+    fully_shard(model.first, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
 
 
 def train(
@@ -47,15 +59,12 @@ def train(
     logging.basicConfig(level=logging.INFO)
     torch.manual_seed(rank)
     model = Model()
+    if wrap == "mixed":
+        model.norm = nn.LayerNorm(16)  # batch norm on a CPU takes one precision only
     for value in model.parameters():  # alike on all ranks, as of a seed; their data and dropout are not
         with torch.no_grad():
             value.copy_(torch.linspace(-0.5, 0.5, value.numel()).view(value.shape))
-    trained: nn.Module = model
-    if wrap == "ddp":
-        trained = DistributedDataParallel(model)
-    elif wrap == "fsdp":
-        fully_shard(model.first)
-        trained = fully_shard(model)
+    trained = _wrapped(model, wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}

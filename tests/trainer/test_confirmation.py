@@ -53,7 +53,7 @@ def corrupted(sock: socket.socket) -> Corrupted | None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", [*WRAPS, pytest.param("mixed", marks=needs_fsdp)])
 def test_checks_change_no_bit_of_a_run_and_confirm_its_steps(
     wrap: str, accumulate: int, stage: Stage, tmp_path: Path
 ) -> None:

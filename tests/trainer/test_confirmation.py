@@ -118,6 +118,7 @@ def test_a_run_that_is_not_deterministic_is_recognised_and_left_alone(
     assert ended.codes == [0, 0], ended.said
     assert ended.said.count("not_deterministic") == 1
     assert "first.weight" in ended.said
+    assert CONFIRMED not in read_manifest(tmp_path / "checkpoints" / f"step_{STEPS:08d}").state
 
 
 def test_a_computation_that_changes_weights_is_refused(stage: Stage, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ class CheckpointManager:
         done = self.step - ((resumed.step if resumed is not None else None) or 0)
         if confirmation is not None and confirmation.due(self.step, done):
             confirmation.check(compute, self.step)
-            self._state.confirmed = confirmation.confirmed
+            self._state.confirmed = None if confirmation.off else confirmation.confirmed
             self.alive()
         return compute()
 

@@ -90,7 +90,7 @@ class Confirmation:
         self._rank = rank
         self.confirmed = confirmed
         self._first = True
-        self._off = False
+        self.off = False  # the run is not deterministic
         self._called = False  # the script has the method at all
         self._steps = 0
 
@@ -100,7 +100,7 @@ class Confirmation:
         Never at the first: it makes what later ones find, such as an optimizer's state and compiled code.
         """
         self._called = True
-        return not self._off and steps_done > 0 and (self._first or step % self._every == 0)
+        return not self.off and steps_done > 0 and (self._first or step % self._every == 0)
 
     def note_step(self, step: int) -> None:
         """Note that a step is done, and say it once where the script never calls `confirm`."""
@@ -131,7 +131,7 @@ class Confirmation:
             guilty = find_guilty(looks)
             if guilty:
                 self._raise(step, looks[0], guilty)
-        self._off = True
+        self.off = True
         if self._rank == 0:
             _say_unsteady(step, looks)
 

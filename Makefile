@@ -55,7 +55,7 @@ test: compiled  ## all tests, the stories on a real Slurm included, and `lint`
 	$(AS_ROOT) $(V)/python -m pytest -m 'not campaign and not newest and not frameworks' $(PYTEST); tested=$$?; \
 	wait $$linting || { cat $(LINTED); exit 1; }; tail -n 2 $(LINTED); exit $$tested
 
-campaign: compiled  ## the long ones: each thing that can befall a run, at each moment
+campaign: compiled  ## the long ones: each event, at each moment of a run
 	$(AS_ROOT) $(V)/python -m pytest -m 'campaign and not newest' $(PYTEST)
 
 newest-slurm: compiled  ## build the newest Slurm, where that has not been done

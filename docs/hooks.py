@@ -2,7 +2,8 @@
 """What `mkdocs build` does besides: the site's pages are the repository's files, as they are read there.
 
 A link out of `docs/` leads to the page that the site has of that file, or becomes plain text.  Drawings become part of
-their page, in its colours.  Lists and tables that repository hosts read are written as Python-Markdown reads them.
+their page, in its colours and with a narrow layout for telephones.  Lists and tables that repository hosts read are
+written as Python-Markdown reads them, and a diagram of arrows as a table.
 A page that would load something from elsewhere ends the build.
 """
 
@@ -34,6 +35,8 @@ CODE = re.compile(
 )
 ITEM = re.compile(r"^(?:[-*]|\d+\.) +")
 INDENT = 4  # what Python-Markdown wants before the further lines of an item
+ARROW = re.compile(r"^ *(?P<from>\w+) --> (?P<to>\w+): (?P<why>.+)$", re.MULTILINE)
+OPTION = re.compile(r"<code>(?=-[^<]{1,19}</code>)")  # short enough for a telephone
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//"
     r"|<link\b(?![^>]*\brel=[\"']?(?:canonical|alternate|prev|next)\b)[^>]*\bhref=[\"']?(?:https?:)?//"
@@ -55,6 +58,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         _code(part) if is_code else LINK.sub(lambda found: _led(found, source, place), part)
         for part, is_code in _parts(_indented(markdown))
     )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark options, which site.css keeps on one line: a browser would break `--spares 1` behind its hyphens."""
+    return OPTION.sub('<code class="option">', html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -90,6 +98,9 @@ def _indented(markdown: str) -> str:
 
 
 def _code(part: str) -> str:
+    if part.startswith("```mermaid"):  # a browser would fetch what draws it from elsewhere
+        rows = "".join(f"| {each['from']} → {each['to']} | {each['why']} |\n" for each in ARROW.finditer(part))
+        return f"| arrow | events |\n|---|---|\n{rows}"
     return part if part.startswith(("```", "~~~")) else part.replace("\\|", "|")  # hosts want it escaped in tables
 
 
@@ -107,9 +118,7 @@ def _led(found: re.Match[str], source: str, place: str) -> str:
         return found.group()
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     if found["image"] and file.endswith(".svg"):
-        drawing = (ROOT / file).read_text()
-        drawing = re.sub(r"<\?xml.*?\?>|<style.*?</style>|\n\s*", " ", drawing, flags=re.DOTALL).strip()
-        return f'<div class="drawing" role="img" aria-label="{found["text"]}">{drawing}</div>'
+        return f'<div class="drawing" role="img" aria-label="{found["text"]}">{_drawn(file)}</div>'
     at = OUTSIDE.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else "")
     if file == "README.md":
         at = "index.md"
@@ -119,3 +128,15 @@ def _led(found: re.Match[str], source: str, place: str) -> str:
     if (ROOT / file).exists():
         return found["text"]  # a file of the repository that is no page
     return found.group()  # the strict build names it
+
+
+def _drawn(file: str) -> str:
+    """Return a drawing in both layouts, NAME.svg and NAME-narrow.svg; site.css shows the one that fits the window."""
+    layouts = {"wide": ROOT / file, "narrow": ROOT / file.replace(".svg", "-narrow.svg")}
+    drawn = []
+    for layout, path in layouts.items():
+        if not path.exists():
+            raise PluginError(f"{file}: a telephone needs its second layout {path.name}, 360 wide")
+        drawing = re.sub(r"<\?xml.*?\?>|<style.*?</style>|\n\s*", " ", path.read_text(), flags=re.DOTALL).strip()
+        drawn.append(drawing.replace("<svg ", f'<svg class="{layout}" ', 1))
+    return "".join(drawn)

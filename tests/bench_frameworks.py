@@ -1,6 +1,6 @@
 """`make bench-frameworks`: unmodified scripts of four frameworks, alone and under Stepkeeper (root, Slurm).
 
-Each thing befalls each script in each way, one job each.  It writes docs/frameworks-recovery.md.
+Each fault meets each script in each way, one job each.  It writes docs/frameworks-recovery.md.
 
     python -m tests.bench_frameworks [--scripts huggingface,lightning] [--ways alone,stepkeeper] [--page PATH]
 """
@@ -40,13 +40,13 @@ AT_ONCE = 2
 SIGNAL_BEFORE_S = 15
 ERROR_CHARACTERS = 100
 LIMIT = "time limit"
-NOT_PLAYED = "not played"
+NOT_PLAYED = "not run"
 STEPKEEPER, ALONE, SUBMITIT_WAY, LIGHTNING = "Stepkeeper", "alone", "submitit", "Lightning's requeue"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls a job."""
+    """What happens to a job."""
 
     name: str
     act: Callable[[Job], None] | None  # None: it runs into its time limit
@@ -81,7 +81,7 @@ class Outcome:
     again: int = 0  # steps that were done twice
     by_hand: int = 0  # how often somebody had to submit it
     failed: str = ""  # how it fails at each start
-    other_losses: bool = False  # than those of a run that nothing befalls
+    other_losses: bool = False  # than those of a run without any fault
 
     def shown(self) -> str:
         """Return the cell of the table."""
@@ -126,7 +126,7 @@ class Bench:
         return outcome
 
     def whole(self, script: Script) -> dict[int, str]:
-        """Return the losses of a run that nothing befalls: played once."""
+        """Return the losses of a run without any fault: played once."""
         with self.once:
             if script.framework not in self.expected:
                 self.expected[script.framework] = jobs.whole(self.lab, script)
@@ -191,7 +191,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
             continue
         columns = ways(script)
         parts.append(f"## {script.framework}\n")
-        rows = [f"| {' | '.join(['what befalls it', *columns])} |", f"|{'---|' * (len(columns) + 1)}"]
+        rows = [f"| {' | '.join(['fault', *columns])} |", f"|{'---|' * (len(columns) + 1)}"]
         for fault in FAULTS:
             found = {each.way: each.shown() for each in mine if each.fault == fault.name}
             if found:

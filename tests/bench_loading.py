@@ -47,10 +47,11 @@ def main() -> None:
     print("\n".join([*load_part(options)[0], *verify_part(options)[0]]))
 
 
-LOAD_HEAD = """Every rank loads the whole state, {mib} MiB saved by stock DCP, into tensors that are there. *Stock* and
-*broadcast* are multiples of the time that Stepkeeper takes for it, with every byte checked: above 1 it is faster
-(`dcp.load` checks nothing; broadcast: one rank loads, gloo sends it to the others). *Cat*: the time of `cat` as a
-share of Stepkeeper's. *Memory*: the peak beyond the tensors, in MiB. Cold: the page cache was dropped before."""
+LOAD_HEAD = """\
+Every rank loads the whole state, {mib} MiB saved by stock DCP, into tensors that are there. *Stock* and *broadcast*
+are multiples of Stepkeeper's time: above 1 Stepkeeper is faster. Stepkeeper checks every byte, `dcp.load` checks
+nothing. *Broadcast*: one rank loads, gloo sends it to the others. *Cat*: the time of `cat` as a share of
+Stepkeeper's. *Memory*: the peak beyond the tensors, in MiB. Cold: the page cache was dropped before."""
 
 
 def load_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
@@ -77,9 +78,10 @@ def load_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:
     return [*lines, ""], rows
 
 
-VERIFY_HEAD = """Deep verification reads every byte of {mib} MiB and compares digests: the time of `cat` as a share of
-its own (1 is the speed of reading). Cold: past the page cache, against a `cat` after it was dropped. A look
-compares names, sizes and coverage, in milliseconds: of a step of {files} files, and of steps of so many tensors."""
+VERIFY_HEAD = """\
+Deep verification reads every byte of {mib} MiB and compares digests. *Cat*: the time of `cat` as a share of
+Stepkeeper's; 1 is the speed of reading. Cold: past the page cache, against a `cat` after it was dropped. *A look*
+compares names, sizes and coverage. It is taken of a step of {files} files, and of steps of so many tensors."""
 
 
 def verify_part(options: argparse.Namespace) -> tuple[list[str], list[Row]]:

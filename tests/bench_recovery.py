@@ -25,17 +25,19 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks-recovery.md"
 NOTES = Path(__file__).with_name("recovery") / "notes.md"
 TAKEN_APART = ("stepkeeper", "stepkeeper-warm")
 OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
-HEAD = """Written by `make bench-recovery`{how}, and by nothing else: {cores} cores, load average {load} before it
-began, torch {torch}{versions}. Machines are noisy and shared: quote the ratios.
+HEAD = """\
+Written by `make bench-recovery`{how}, and by nothing else. {cores} cores, load average {load} before it began, torch
+{torch}{versions}. Machines are noisy and shared: quote the ratios.
 
-Two ranks on two nodes of a real Slurm, a job of an ordinary user. The same transformer, data, optimizer and batch, a
-step every {step} s, a save every {every} steps; the fault comes {lost} steps after one. *Next new step*: the first step
-that had not been done before, told by rank 0. Medians of {repeats}; ratios are to Stepkeeper's median of this run.
+Two ranks on two nodes of a real Slurm, a job of an ordinary user. All ways have the same transformer, data,
+optimizer and batch. A step takes {step} s, every {every} steps are saved, and the fault comes {lost} steps after a
+save. *Next new step*: the first step that had not been done before, told by rank 0. Medians of {repeats}; ratios are
+to Stepkeeper's median of this run.
 
-What Slurm adds is the same for all, and shorter than in production: a requeued job waits {cred} s for its credential
-to expire (production: 120 s), a silent node is DOWN after {slurmd} s (300 s), KillWait is {kill} s (30 s). GraceTime is
-{grace} s, and the site sends `--signal` at a preemption (`preempt_send_user_signal`), which submitit, Lightning and the
-trap rely on. The urgent job ends as soon as it runs. Nodes are lost by SIGKILL to all that runs there."""
+What Slurm adds is the same for all, and shorter than in production. A requeued job waits {cred} s for its credential
+to expire (production: 120 s). A silent node is DOWN after {slurmd} s (300 s), and KillWait is {kill} s (30 s).
+GraceTime is {grace} s. The site sends `--signal` at a preemption (`preempt_send_user_signal`): submitit, Lightning
+and the trap rely on that. The urgent job ends as soon as it runs. Nodes are lost by SIGKILL to all that runs there."""
 
 
 class Bench:

@@ -29,14 +29,16 @@ BY_NAME = "open,openat,access,faccessat,faccessat2,stat,lstat,newfstatat,statx,r
 HEAD = """# Benchmarks: starting from shared storage
 
 Written by `python -m tests.bench_shared`, and by nothing else: {cores} cores, load average {load} before it began,
-{version}. The supervisor's whole environment (interpreter, its modules, packages) lies on shared storage; {nodes} nodes
-of a lab cluster, each with a client of its own that was mounted a moment before, and a server whose page cache was
-dropped: no cache of any node has anything of it. Client and server are in user space here, {nodes} nodes share {cores}
-cores with the server, and no network is between them: the work is more than a real node's, the way is shorter. So it is
-measured again with each request answered {delay_ms:g} ms later, as by a server across a network.
+{version}. The supervisor's whole environment (interpreter, its modules, packages) lies on shared storage. {nodes}
+nodes of a lab cluster have a client each, which was mounted a moment before. The page cache of the server was
+dropped, so no cache of any node has anything of the environment. Client and server are in user space here, and
+{nodes} nodes share {cores} cores with the server. That is more work than on a real node. No network is between them,
+so the way is shorter. So it is measured again with each request answered {delay_ms:g} ms later, as by a server
+across a network.
 
-The kernel of the machine that this was measured on has no NFS, so it was not NFS. What a start asks of storage is the
-same: one watcher looks {looks} times for a file by its name, one after the other; {missed} of these are not there.
+The kernel of the machine that this was measured on has no NFS, so it was not NFS. What a start asks of storage is
+the same. One watcher looks {looks} times for a file by its name, one after the other. {missed} of these files are
+not there.
 
 """
 

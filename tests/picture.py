@@ -97,7 +97,7 @@ def drawing(frames: list[list[str]]) -> str:
         f'<g style="animation-delay:{index * FRAME_S - whole:.1f}s">{"".join(map(_line, range(LINES), lines))}</g>'
         for index, lines in enumerate(frames)
     )
-    said = "stepkeeper status --follow: a training is preempted, saves, is requeued, resumes and goes on"
+    said = "stepkeeper status --follow: a training is preempted, saves, is requeued, resumes and continues"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{said}">'
         f"<title>{said}</title><style>{style}</style>"

@@ -29,6 +29,10 @@ class Form(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+    JOURNAL = "journal"  # JSON, with its priority before it, as systemd reads it (sd-daemon(3))
+
+
+PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 
 class PatientStream:
@@ -96,25 +100,26 @@ def is_empty(stream: TextIO | None) -> bool:
 class _Pair:
     """What structlog writes to: each line goes to stdout and to the file for programs, in the form of each."""
 
-    def __init__(self, out: PatientStream, kept: PatientStream) -> None:
+    def __init__(self, out: PatientStream, kept: PatientStream | None) -> None:
         self._out, self._kept = out, kept
 
     def write(self, shown: str, kept: str) -> None:
         """Hand over one line in both forms."""
         self._out.write(shown + "\n")
-        self._kept.write(kept + "\n")
+        if self._kept is not None:
+            self._kept.write(kept + "\n")
 
     debug = info = warning = error = critical = write
 
 
 def configure(
-    out: PatientStream, kept: PatientStream, *, form: Form = Form.TEXT, **static: Any
+    out: PatientStream, kept: PatientStream | None = None, *, form: Form = Form.TEXT, **static: Any
 ) -> structlog.typing.FilteringBoundLogger:
     """Set up the log and return the logger.
 
     Args:
         out: stdout: for people, unless they ask for JSON there.
-        kept: the file that always gets JSON.
+        kept: the file that always gets JSON, where there is one.
         form: of the lines on stdout.
         static: keys of every JSON line.  Bound here and not with contextvars: those do not enter new threads.
     """
@@ -126,7 +131,11 @@ def configure(
         facts: dict[str, Any] = {key: _redacted(value) for key, value in event.items()}
         first: dict[str, Any] = {key: facts.pop(key) for key in ("timestamp", "level", "event") if key in facts}
         line = cast("str", to_json(None, "", {**first, **static, **facts}))
-        shown = line if form is Form.JSON else as_text({**first, **facts}, time.time(), colour=colour)
+        shown = line
+        if form is Form.TEXT:
+            shown = as_text({**first, **facts}, time.time(), colour=colour)
+        elif form is Form.JOURNAL:
+            shown = f"<{PRIORITIES[first['level']]}>{line}"
         return (shown, line), {}
 
     structlog.configure(

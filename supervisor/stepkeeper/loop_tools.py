@@ -225,27 +225,47 @@ class Inbox(Generic[Item]):
         started.start()
         return started
 
-    def run_optional(
-        self, part: str, work: Callable[[], object], *, name: str = "", answer: Callable[[str], Item] | None = None
-    ) -> threading.Thread:
-        """Run a part on a thread that may fail.
-
-        Args:
-            part: which.
-            work: what it does.
-            name: of the thread, where the part has several.
-            answer: the item that the rules wait for, made of what went wrong; None: they wait for none.
-        """
+    def run_optional(self, part: str, work: Callable[[], object], *, name: str = "") -> threading.Thread:
+        """Run a part on a thread that may fail; `name` is the thread's, where the part has several."""
 
         def guarded() -> None:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - reported, and the loop goes on
                 self.failed(part, error)
-                if answer is not None:
-                    self.put(answer(shown(error)))
 
         return self.run_thread(name or part, guarded)
+
+    def ask(
+        self,
+        part: str,
+        act: Callable[[], Item | None],
+        failed: Callable[[str], Item],
+        *,
+        expected: tuple[type[Exception], ...] = (),
+    ) -> threading.Thread:
+        """Run a part for whose item the loop waits, on a thread.
+
+        Args:
+            part: which.
+            act: returns the item; None where nobody waits for it any more.
+            failed: makes the item of what went wrong.
+            expected: what the world does wrong, and no mistake of ours: it is not reported besides.
+        """
+
+        def guarded() -> None:
+            try:
+                item = act()
+            except expected as error:
+                named = isinstance(error, OSError) and error.filename is not None
+                item = failed(f"{error.filename}: {error.strerror}" if named else str(error))  # type: ignore[attr-defined]
+            except BaseException as error:  # noqa: BLE001 - reported, and the loop goes on
+                self.failed(part, error)
+                item = failed(shown(error))
+            if item is not None:
+                self.put(item)
+
+        return self.run_thread(part, guarded)
 
     def guard(self, part: str, call: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
         """Return an optional call that never raises; its result is None where it failed."""

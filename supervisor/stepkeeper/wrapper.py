@@ -120,7 +120,7 @@ class Standby:
             self._connection.close()  # it runs nothing for us any more
             why = str(error) or type(error).__name__
             self.reported = {"cold": why[:200]}
-            sys.stderr.write(f"stepkeeper: no warm standby for this rank: {why}; it is started as ever\n")
+            sys.stderr.write(f"stepkeeper: no warm standby for this rank: {why}; it starts without one\n")
             sys.stderr.flush()
             return 0
         self.used, self.reported = True, {"warm": True}

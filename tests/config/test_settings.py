@@ -200,8 +200,8 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
         assert all(named in SETTINGS for named in re.findall(r"set `([\w.]+)`", instead))
         with pytest.raises(StepkeeperError, match=re.escape(instead)):
             known(key, "here")
-    assert "constant since 0.2: 30" in REMOVED["policy.kill_within_s"]
-    assert "constant since 0.2: leave, requeue" in REMOVED["policy.on_node_lost"]
+    assert "constant since 1.0: 30" in REMOVED["policy.kill_within_s"]
+    assert "constant since 1.0: leave, requeue" in REMOVED["policy.on_node_lost"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_removed_setting_is_an_error_that_says_what_to_do_instead() -> None:
         (["--max-nodes", "8"], "--max-nodes: `max_nodes` is no setting any more: set `spares`"),
         (["--load-memory-gib", "2"], "--load-memory-gib: .* give `CheckpointManager` the argument"),
         (["--set", "policy.grow_ask_s=9"], "set `policy.grow_idle_s`"),
-        (["--set", "policy.on_node_fault=stop"], "constant since 0.2: leave, requeue"),
+        (["--set", "policy.on_node_fault=stop"], "constant since 1.0: leave, requeue"),
         (["--set", "spares"], "--set KEY=VALUE"),
         (["--set", "spare=1"], "did you mean `spares`"),
         (["--set", "spares=1", "--spares", "1"], "twice"),

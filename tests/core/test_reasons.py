@@ -66,6 +66,11 @@ def samples(kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
         yield kind(**facts)
 
 
+def test_what_has_no_words_is_a_mistake_that_says_which() -> None:
+    with pytest.raises(LookupError, match="Tick"):
+        reason_text.clause(on.Tick(at=0.0))  # type: ignore[arg-type]
+
+
 def test_each_reason_has_a_sentence_that_somebody_has_read() -> None:
     lines = [
         f"{reason_text.tag((each,)):<22} {reason_text.text((each,))}"  # type: ignore[arg-type]

@@ -342,7 +342,7 @@ def test_a_run_that_somebody_had_stopped_names_him_and_when(command: Command, ru
     assert f"ada asked to save and end (stepkeeper stop), {instant(START + 9)}" in said
     assert f"ended {instant(START + 14)} with 27: {why}" in said
     assert "who cancelled it" not in said
-    assert f"to go on from its newest checkpoint: stepkeeper resume {run.path}" in said
+    assert f"to resume from its newest checkpoint: stepkeeper resume {run.path}" in said
     assert "rule" not in next(line for line in said.splitlines() if line.startswith("cause"))
     assert document["end"] == {"at": START + 14, "code": 27, "reason": why}
 

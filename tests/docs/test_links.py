@@ -18,6 +18,7 @@ from tests.docs.pages import DOCS, FENCED, HEADING, PAGES, ROOT, commands, named
 
 SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]*)\)")
+ANCHOR = re.compile(r'^<a id="([a-z0-9-]+)"></a>$', re.MULTILINE)  # of a heading that has another name now
 OF_RELEASE_0_1 = {"CHANGELOG.md"}  # its older entries name what there was
 
 
@@ -28,10 +29,11 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings, as repository hosts and the site make them."""
+    """The anchors of the headings, as repository hosts and the site make them, and those that a page sets."""
     found: dict[str, int] = {}
-    slugs = set()
-    for heading in HEADING.findall(FENCED.sub("\n", page.read_text())):
+    text = FENCED.sub("\n", page.read_text())
+    slugs = set(ANCHOR.findall(text))
+    for heading in HEADING.findall(text):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
         slugs.add(f"{slug}-{found[slug]}" if slug in found else slug)

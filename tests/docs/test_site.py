@@ -56,3 +56,39 @@ def test_the_python_api_is_read_from_the_docstrings(built: Path) -> None:
     page = (built / "python-api.html").read_text()
     assert "Load what this launch resumes from" in page
     assert "how often to save" in page
+
+
+# of each drawing that is shown: how wide it is, how high its smallest letters are, and its layout
+DRAWN = """[...document.querySelectorAll('.drawing svg')].map(each => {
+    const box = each.getBoundingClientRect(), scale = box.width / each.viewBox.baseVal.width;
+    const sizes = [...each.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize));
+    return {layout: each.classList[0], right: box.right, letters: scale * Math.min(...sizes)};
+}).filter(each => each.right > 0)"""
+
+
+def test_drawings_are_read_on_a_telephone_and_on_a_desk(built: Path, tmp_path: Path) -> None:
+    browser.need()
+    with Browser(tmp_path / "profile") as seen:
+        for width, layout in ((390, "narrow"), (1280, "wide")):
+            seen.look(width, 900, "light")
+            seen.open((built / "concepts.html").as_uri())
+
+            drawn = seen.run(DRAWN)
+
+            assert [each["layout"] for each in drawn] == [layout] * 3
+            assert all(each["right"] <= width and each["letters"] >= 10.5 for each in drawn), drawn
+            assert seen.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_site_follows_the_system_into_the_dark(built: Path, tmp_path: Path) -> None:
+    """Also on a second visit: what the first one found is not kept."""
+    browser.need()
+    shade = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).map(Number)"
+    with Browser(tmp_path / "profile") as seen:
+        found = {}
+        for scheme in ("light", "dark"):
+            seen.look(1280, 900, scheme)
+            seen.open((built / "index.html").as_uri())
+            found[scheme] = seen.run(shade)
+        assert min(found["light"]) > 200, found
+        assert max(found["dark"]) < 60, found

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.cli import doctor
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules
 from stepkeeper.doctor.site import Finding, Level, Partition, Site, parse_partitions, read_cgroup_conf
@@ -209,3 +210,9 @@ def test_what_only_stands_in_cgroup_conf_is_read_there(tmp_path: Path) -> None:
     assert graver_than_ok(rules.examine(site(**read))) == [(Level.WARNING, "SignalChildrenProcesses")]
     assert read_cgroup_conf("") == {}
     assert read_cgroup_conf(str(tmp_path / "none" / "slurm.conf")) == {}
+
+
+def test_the_last_line_counts_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    levels = (Level.OK, Level.OK, Level.NOTE, Level.NOTE, Level.WARNING)
+    doctor.show([Finding(level=each, subject="s", found="f", means="m") for each in levels], show_all=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "1 warning, 2 notes, 2 ok (--all shows what is in order)"

@@ -341,8 +341,8 @@ def test_a_checkpoint_that_was_written_anew_as_a_whole_is_accepted(
 
     code, out, _ = command("verify", path)
 
-    assert (code, "was written anew since its first verification" in out) == (0, True)
-    assert "anew" not in command("verify", path)[1]
+    assert (code, "was written again since its first verification" in out) == (0, True)
+    assert "written again" not in command("verify", path)[1]
 
 
 def test_nothing_is_written_beside_the_checkpoint_and_the_records_are_the_users_alone(

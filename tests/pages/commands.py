@@ -14,8 +14,8 @@ HEAD = """# Commands
 {made}
 
 `stepkeeper COMMAND --help` prints the same.  RUN is a run directory, or the number of any job that has worked on the
-run.  Reading commands take `--json`.  Exit codes are in [exit-codes.md](exit-codes.md), settings in
-[configuration.md](configuration.md).
+run.  Reading commands take `--json`.  Exit codes are in [exit codes](exit-codes.md), settings in
+[configuration](configuration.md).
 
 """
 

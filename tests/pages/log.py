@@ -68,7 +68,7 @@ MEANINGS = {
     "replay_differs": "a step that was done again after a resume came to another loss (`now`) than before (`then`)",
     "replay_equal": "so many steps were done again after a resume, with the same losses as before",
     "run_not_noted": "the home directory did not take the note where this run is",
-    "no_way_to_resume": "the training script shows no way to go on from a checkpoint",
+    "no_way_to_resume": "the training script shows no way to resume from a checkpoint",
     "resume_argument_unknown": "the training script does not know the option that `--resume-argument` appends",
     "spool_merged": "records of an earlier attempt were found on this node's disk and taken over",
     "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks without them",
@@ -117,7 +117,7 @@ The instant is in the time zone of the node. `WARNING` stands before the name of
 `logs/attempt-000/supervisor.jsonl` of the run directory always has the same lines. Each attempt has its own file. The
 node agent writes JSON lines only. Every JSON line has `timestamp` (ISO 8601, UTC), `level` and `event`; a
 supervisor's also `job` and `attempt`. `...` stands for keys that depend on what is reported. What looks like a token, a
-key or a secret is replaced. The journal is in [events.md](events.md).
+key or a secret is replaced. The journal is in [events](events.md).
 
 What the ranks print is not in the job's log. Each node has a file `logs/attempt-000/launch-000/NODE.log` in the run
 directory. The first line of the job's log says so. `stepkeeper logs RUN --follow` shows it, over relaunches and

@@ -88,7 +88,7 @@ seconds apart.  All of it stays in the launch's logs, below `stacks/`:
 - `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.
 
 Python's stacks come first.  The native ones have {NATIVE_WITHIN_S:g} s for all ranks of a node.  If there are
-none, the log says why (`watcher`).  py-spy and the kernel's word on system calls need leave to trace one's own
+none, the log says why (`watcher`).  py-spy and the kernel's word on system calls need permission to trace one's own
 processes: `kernel.yama.ptrace_scope = 0` on the nodes.  Without it there are faulthandler's stacks, and where each
 thread sleeps.
 

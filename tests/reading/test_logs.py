@@ -121,7 +121,7 @@ FAILS = b"""1: Traceback (most recent call last):
 1:   File "train.py", line 61, in main
 1: ValueError: a label lies beyond the vocabulary
 1: 2026-09-21 10:00:00 stepkeeper_trainer save_failed step=20 error="its rank is gone"
-1: stepkeeper: no warm standby for this rank: it has ended; it is started as ever
+1: stepkeeper: no warm standby for this rank: it has ended; it starts without one
 slurmstepd: error: *** STEP 7.2 ON n1 CANCELLED AT 2026-09-21T10:00:00 ***
 """
 SRUN_SAYS = b"""srun: warning: can't honor --ntasks-per-node set to 1

@@ -69,7 +69,7 @@ def test_it_is_followed_until_slurm_knows_of_no_job_any_more(
     said = command("status", "--follow", waits.path)
 
     assert said.code == 0
-    assert "gone  job 28 is CANCELLED: nothing goes on without you" in said.out
+    assert "gone  job 28 is CANCELLED: it does not continue without you" in said.out
 
 
 def test_the_list_of_all_runs_tells_what_slurm_says_by_one_call(
@@ -118,7 +118,8 @@ def test_the_job_that_works_on_a_run_counts_more_than_one_that_waits_for_it(run:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [("PENDING", "PENDING (Resources)"), ("CANCELLED", "CANCELLED (Resources): nothing goes on")]
+    ("state", "told"),
+    [("PENDING", "PENDING (Resources)"), ("CANCELLED", "CANCELLED (Resources): it does not continue")],
 )
 def test_nothing_is_saved_of_a_run_that_does_not_run(
     command: Command, waits: RunDirectory, squeue: Squeue, state: str, told: str
@@ -151,7 +152,7 @@ def test_a_requeued_job_that_waits_is_cancelled_and_its_checkpoints_stay(
     assert said.code == 0
     assert "job 12 waited in the queue" in said.out
     assert "the checkpoint of step 200 stays" in said.out
-    assert f"to go on: stepkeeper resume {run.path}" in said.out
+    assert f"to continue: stepkeeper resume {run.path}" in said.out
     assert (tmp_path / "cancelled").read_text() == "--state=PENDING 12\n", "a job that has started is not cancelled"
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from stepkeeper.supervisor.actions import rank_files
 from stepkeeper_trainer.coordinate.cadence import Costs, best_interval_s, productive_share
 from tests.reading import build
 from tests.reading.conftest import Command
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def plans(command: Command, *argv: object) -> Any:
@@ -40,34 +37,13 @@ def test_it_prints_the_interval_and_the_share_for_each_size(command: Command) ->
     assert document["from"]["mtbf"] == "given"
 
 
-def test_people_get_a_table_and_a_plot(command: Command) -> None:
+def test_people_get_a_table_with_what_other_intervals_cost(command: Command) -> None:
     said = command("plan", "--nodes", "8,512", "--save-s", "60", "--blocked-s", "1.5")
     lines = said.out.splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("NODES"))
     assert lines[head].split("  ")[-1].strip() == "AT 4 h"
-    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["8", "512"]
-    plot = lines[head + 4 :]
-    assert plot[0].startswith("100.0%")
-    assert sum(line.count("|") for line in plot[:-1]) == 2, "the interval to use is marked on each curve"
-    assert "* 8 nodes, + 512 nodes" in plot[-1]
+    assert [line.split()[0] for line in lines[head + 1 :]] == ["8", "512"]
     assert max(map(len, lines)) <= 120
-
-
-def test_the_plot_is_an_svg_that_shows_each_curve_and_its_best(command: Command, tmp_path: Path) -> None:
-    file = tmp_path / "plan.svg"
-    said = command("plan", "--nodes", "8,64,512", "--save-s", "60", "--plot", file)
-    assert said.code == 0, said.err
-    root = ET.fromstring(file.read_text())  # noqa: S314 - ours
-    curves = list(root.iter(f"{SVG}polyline"))
-    marks = list(root.iter(f"{SVG}circle"))
-    assert len(curves) == len(marks) == 3
-    width, height = float(root.get("width", "0")), float(root.get("height", "0"))
-    for curve, mark in zip(curves, marks, strict=True):
-        points = [tuple(map(float, point.split(","))) for point in curve.get("points", "").split()]
-        assert len(points) > 20
-        assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
-        top = min(y for _, y in points)
-        assert float(mark.get("cy", "nan")) == pytest.approx(top, abs=0.5), "the mark is the top of its curve"
 
 
 def test_the_allowed_overhead_is_kept_and_said(command: Command) -> None:
@@ -91,7 +67,6 @@ def test_the_allowed_overhead_is_kept_and_said(command: Command) -> None:
         (("--save-s", "60", "--overhead-max", "1"), "is not between 0 and 1"),
         (("--save-s", "60", "--mtbf", "3h", "--nodes", "8,64"), "of one size of the job"),
         (("--save-s", "60", "--mtbf", "0"), "mtbf_s is 0"),
-        (("--save-s", "60", "--plot", "plan.png"), "name it FILE.svg"),
         (("no-such-run",), "no such directory"),
     ],
 )

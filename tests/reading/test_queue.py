@@ -59,7 +59,7 @@ def test_a_run_that_was_requeued_shows_what_its_job_waits_for(
     said = command("status", requeued.path).out
 
     assert told in said
-    assert "to go on" not in said
+    assert "to continue" not in said
 
 
 def test_when_slurm_plans_to_start_it_is_said(command: Command, squeue: Squeue, requeued: RunDirectory) -> None:
@@ -71,7 +71,7 @@ def test_when_slurm_plans_to_start_it_is_said(command: Command, squeue: Squeue, 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo '12|CANCELLED|N/A|None'", "job 12 is CANCELLED: nothing goes on without you"),
+        ("echo '12|CANCELLED|N/A|None'", "job 12 is CANCELLED: it does not continue without you"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "job 12 is not in the queue any more"),
         ("true", "`sacct -j 12` shows how it ended"),
     ],
@@ -84,7 +84,7 @@ def test_a_job_that_nobody_will_see_again_is_said_and_how_to_go_on(
     said = command("status", requeued.path).out
 
     assert told in said
-    assert f"to go on: stepkeeper resume {requeued.path}" in said
+    assert f"to continue: stepkeeper resume {requeued.path}" in said
 
 
 def test_where_slurm_does_not_answer_nothing_is_concluded(
@@ -96,7 +96,7 @@ def test_where_slurm_does_not_answer_nothing_is_concluded(
 
     assert said.code == 0
     assert "nothing: squeue: slurm_load_jobs error: Unable to contact slurm controller" in said.out
-    assert "to go on" not in said.out
+    assert "to continue" not in said.out
 
 
 def test_the_job_that_was_submitted_in_its_place_is_asked_for(

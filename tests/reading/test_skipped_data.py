@@ -76,7 +76,7 @@ def test_explain_says_that_the_run_goes_on_without_the_data(command: Command, ru
 
     said = command("explain", run.path)
 
-    assert "left out   the data of 2 steps, at step 250: the run goes on without it" in said.out.splitlines()
+    assert "left out   the data of 2 steps, at step 250: the run continues without it" in said.out.splitlines()
     assert json.loads(command("explain", run.path, "--json").out)["left_out"] == [WINDOW]
 
 

@@ -131,7 +131,7 @@ def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: Run
     assert "the training is finished (exit code 0)" in said.out
     assert "the training finished at step 300" in said.out
     assert "scancel" not in said.out
-    assert "to go on" not in said.out
+    assert "to continue" not in said.out
     assert "No word" not in said.out
 
 
@@ -139,7 +139,7 @@ def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -
     """Submitted again without its directory, a training would begin anew."""
     build.write_status(run, phase="done", exit_code=27, why="games asks to save and end")
 
-    assert f"to go on: stepkeeper resume {run.path}" in command("status", run.path).out
+    assert f"to continue: stepkeeper resume {run.path}" in command("status", run.path).out
 
 
 def test_an_exit_code_of_a_newer_version_is_shown(command: Command, run: RunDirectory) -> None:

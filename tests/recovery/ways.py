@@ -177,8 +177,8 @@ def lightning(spot: Spot) -> int:
 
 
 _NO_HANG = "nothing watches for it: torch's own limit is 30 minutes"
-_ENDS_IN_GRACE = "Slurm's SIGTERM ends the ranks, and a job that ends in its grace time is not requeued (Slurm 22.05)"
-_NO_RETRY = "it goes on after its signal only: a failed task fails the job"
+_ENDS_IN_GRACE = "Slurm's SIGTERM ends the ranks. Slurm 22.05 does not requeue a job that ends in its grace time"
+_NO_RETRY = "it requeues after its signal only: a failed task fails the job"
 
 WAYS: dict[str, Way] = {
     way.name: way
@@ -223,7 +223,7 @@ WAYS: dict[str, Way] = {
             name="bash-trap",
             what=(
                 f"`sbatch --requeue --signal=B:USR1@{SIGNAL_BEFORE_S}`, a trap that passes the signal on, `scontrol"
-                " requeue` after a failure; the ranks save on the signal; `torch.save` as above"
+                " requeue` after a failure. The ranks save on the signal; `torch.save` as above"
             ),
             submit=bash_trap,
             reasons={"hang": _NO_HANG},
@@ -232,7 +232,7 @@ WAYS: dict[str, Way] = {
             name="submitit",
             what=(
                 "`SlurmExecutor`, a callable with `checkpoint()`, which runs in rank 0 alone and cannot collect a"
-                " sharded state; `torch.save` as above"
+                " sharded state. `torch.save` as above"
             ),
             submit=submitit,
             package="submitit",

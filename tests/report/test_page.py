@@ -278,10 +278,10 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
     parsed = Page(page(seen, msgspec.structs.replace(ABOUT, started=[RAN])))
 
     for words in (
-        "How to go on",
+        "How to continue",
         "a second start with the same data will most likely end the same way",
         "stepkeeper logs /runs/run --failed",
-        "It goes on from step 10 (verified).",
+        "It resumes from step 10 (verified).",
         "stepkeeper resume /runs/run",
         "python train.py --name 'two words'",
         "commit 0123456789ab, with changes that are not committed, in /home/ada/llm",
@@ -294,7 +294,7 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
     assert document["how_to_go_on"][-1]["type"] == "stepkeeper resume /runs/run"
     assert (document["started"][0]["commit"], document["exit_code"]) == (RAN.commit, 29)
     assert document["launches"][-1]["decided"] == "the run ends with exit code 29"
-    assert "How to go on" not in page(recorded(), ABOUT), "it is finished"
+    assert "How to continue" not in page(recorded(), ABOUT), "it is finished"
 
 
 def test_the_headline_is_one_short_sentence() -> None:

@@ -134,7 +134,7 @@ def test_the_page_says_what_a_person_wants_to_know(viewer: Viewer) -> None:
 
 def test_nobody_gets_in_without_the_token(viewer: Viewer) -> None:
     right = viewer.token
-    wrong = ["/", "/page.json", "/data.json"]
+    wrong = ["/", "/page.json"]
     wrong += [f"/{right[:-1]}/", f"/{right}x/", f"/x/{right}/", "/%C3%A9/", "*", f"/?{right}"]
     for path in wrong:
         answer = viewer.ask(path=path)
@@ -214,7 +214,7 @@ def test_what_is_no_request_gets_a_plain_answer(viewer: Viewer) -> None:
 
 
 def test_the_answers_forbid_what_a_page_of_ours_never_does(viewer: Viewer) -> None:
-    for answer in (viewer.ask(), viewer.ask("page.json"), viewer.ask("data.json"), viewer.ask("nothing")):
+    for answer in (viewer.ask(), viewer.ask("page.json"), viewer.ask("nothing")):
         policy = answer.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; ")
         assert not re.search(r"https?:|\*|unsafe-eval|script-src[^;]*unsafe", policy)
@@ -247,7 +247,6 @@ def test_hostile_names_stay_words(run: RunDirectory) -> None:
     with served(run) as viewer:
         page = viewer.ask().body
         parts = viewer.news()["parts"]
-        figures = json.loads(viewer.ask("data.json").body)
 
     for html in (page, *parts.values()):
         parsed = Page(html)
@@ -258,7 +257,6 @@ def test_hostile_names_stay_words(run: RunDirectory) -> None:
     assert [tag for tag, _ in Page(page).tags].count("script") == 2
     assert not any("script" in tag for html in parts.values() for tag, _ in Page(html).tags)
     assert "onerror=alert(2)" in Page(page).text
-    assert figures["status"]["phase"] == EVIL
 
 
 @pytest.mark.parametrize("name", ["status.json", "journal.jsonl", "metrics.csv"])
@@ -339,24 +337,10 @@ def test_progress_and_the_loss_follow_the_rows(run: RunDirectory) -> None:
             file.write(f"11,NaN,1100,0.001,1.0,{START + 12},0,0\n12,3.0,1200,0.001,1.0,17900")  # torn
         runs.write_status(run, step=20, attempt=0, total_steps=40, loss=None, loss_not_finite=True)
         news = viewer.news(first["version"])
-        figures = json.loads(viewer.ask("data.json").body)
 
     assert 'value="0.5000"' in news["parts"]["now"]
     assert "NaN or infinite" in news["parts"]["now"]
     assert "step 11: the loss is not a finite number" in news["parts"]["loss"]
-    assert (figures["progress"], figures["report"]["step"]) == (0.5, 11)
-
-
-def test_the_figures_for_programs(viewer: Viewer) -> None:
-    figures = json.loads(viewer.ask("data.json").body)
-
-    assert figures["status"]["step"] == 250
-    assert figures["over"] is False
-    assert figures["problem"] is None
-    assert [each["name"] for each in figures["nodes"]] == ["n1", "n2"]
-    assert figures["decisions"][-1]["why"] == "newest verified step directory"
-    assert figures["report"]["standing"] == "silent"
-    assert {"progress", "pace_s", "seconds_left", "done_at", "silent", "phase_since", "waiting"} <= set(figures)
 
 
 def test_the_newest_checkpoint_and_the_newest_verified_one(run: RunDirectory) -> None:
@@ -380,7 +364,6 @@ def test_a_finished_run_is_shown_as_it_ended(run: RunDirectory) -> None:
 
     with served(run) as viewer:
         parts = viewer.news()["parts"]
-        assert json.loads(viewer.ask("data.json").body)["over"] is True
 
     assert "finished" in parts["head"]
     assert "(exit code 0)" in parts["said"]
@@ -411,7 +394,7 @@ def test_nothing_is_written_to_the_run_directory(run: RunDirectory) -> None:
 
     before = contents()
     with served(run) as viewer:
-        for wanted in ("", "page.json", "data.json"):
+        for wanted in ("", "page.json"):
             assert viewer.ask(wanted).status == 200
 
     assert contents() == before
@@ -471,19 +454,16 @@ def test_a_long_run_on_512_ranks_stays_small(run: RunDirectory) -> None:
             file.write(f"100001,3.0,1,0.001,1,{START + 100_001},0,{launch}\n")
         runs.write_status(run, step=100_001, nodes=told.nodes, attempt=0, total_steps=200_000)
         news = viewer.news(first["version"])
-        figures = viewer.ask("data.json").body
 
     points = sum(len(each.split()) for each in re.findall(r'<polyline class="\w+" points="([^"]*)"', page))
     assert 300 < points <= 2000
     assert len(page) < 100_000
     assert "100,001 of 200,000" in news["parts"]["now"]
     assert len(json.dumps(news)) < 50_000
-    assert len(figures) < 150_000
     assert "64 nodes of the newest attempt, 8 GPUs each: 64 in use. 34 more are left out here." in page
     assert "512 ranks running. Each square is a rank." in page
     assert page.count('<li class="w-in_use"') == 64
     assert 'title="gpu0063, in use: ranks 504 to 511: 8 running"' in page
-    assert json.loads(figures)["nodes"][63]["ranks"] == [504, 511]
 
 
 # --- where it listens, and the command ------------------------------------------------------------
@@ -493,7 +473,7 @@ def asked_by_socket(path: Path, token: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(WITHIN_S)
         caller.connect(str(path))
-        caller.sendall(f"GET /{token}/data.json HTTP/1.1\r\nHost: localhost:8265\r\n\r\n".encode())
+        caller.sendall(f"GET /{token}/page.json HTTP/1.1\r\nHost: localhost:8265\r\n\r\n".encode())
         said = b""
         while part := caller.recv(65536):
             said += part
@@ -510,11 +490,11 @@ def test_a_socket_is_for_this_account_alone(run: RunDirectory, tmp_path: Path) -
     thread.start()
     try:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert b'"step": 250' in asked_by_socket(path, token)
+        assert b'"parts": ' in asked_by_socket(path, token)
         assert b"403" in asked_by_socket(path, "wrong").splitlines()[0]
         with pytest.raises(StepkeeperError, match="already in use"):
             web.listen(run, socket_path=path)
-        assert b'"step": 250' in asked_by_socket(path, token), "the one that listens was left alone"
+        assert b'"parts": ' in asked_by_socket(path, token), "the one that listens was left alone"
     finally:
         server.shutdown()
         thread.join(WITHIN_S)

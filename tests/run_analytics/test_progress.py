@@ -178,7 +178,7 @@ def test_a_supervisor_that_is_gone_trains_no_longer(command: Command, run: RunDi
     assert asks_slurm(seen, NOW) == "12"
     said = drawn(run, queued=Queued(job="12", state="FAILED"))
     assert "NO WORD for 40 s, was TRAINING" in said
-    assert "job 12 is FAILED: nothing goes on without you" in said
+    assert "job 12 is FAILED: it does not continue without you" in said
     assert "TRAINING for" not in said
     assert "no word for 40 s" in line(seen, NOW)
     now = time.time()

@@ -477,7 +477,7 @@ def test_a_launch_that_stood_still_is_not_one_that_somebody_stopped() -> None:
     (launch,) = told.see().launches()
 
     assert (launch.ending, launch.decided) == (Ending.HANG, "relaunch in the allocation")
-    assert launch.why.startswith("the training stands still since step 20: rank 1 is in load")
+    assert launch.why.startswith("no progress since step 20: rank 1 is in load")
 
 
 def test_a_loss_that_went_wrong_is_not_one_that_somebody_stopped() -> None:

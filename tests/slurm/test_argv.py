@@ -51,7 +51,7 @@ def test_the_watchers_line():
 
     assert shlex.join(line) == (
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 '--nodelist=n[1-2]' --cpus-per-task=1 --overlap --mem=0 "
-        "--cpu-bind=none --no-kill --kill-on-bad-exit=0 --wait=0 --input=all --job-name=stepkeeper-watcher "
+        "--no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=all --job-name=stepkeeper-watcher "
         "python -m watcher"
     )
 

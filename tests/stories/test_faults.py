@@ -227,7 +227,7 @@ def test_a_fault_of_a_gpu_that_the_job_does_not_hold_does_not_stop_it(lab: Lab, 
 
     assert len(training.launches()) == 1
     assert not faults(training)
-    assert "concerns other jobs, and this one goes on: the job holds no GPU" in training.log.read_text()
+    assert "concerns other jobs, and this one continues: the job holds no GPU" in training.log.read_text()
 
 
 @pytest.mark.campaign

@@ -59,7 +59,7 @@ def test_a_run_directory_that_the_job_would_refuse_is_refused(tmp_path: Path, be
     [
         (JobState.RUNNING, "job 7 works on this run"),
         (JobState.COMPLETING, "job 7 works on this run"),
-        (JobState.PENDING, "job 7 waits in the queue to go on with this run"),
+        (JobState.PENDING, "job 7 waits in the queue to continue this run"),
         (JobState.ENDED, ""),
         (None, ""),  # Slurm has forgotten it
     ],

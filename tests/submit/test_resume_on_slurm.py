@@ -56,7 +56,7 @@ def test_a_run_of_the_users_own_batch_script_goes_on_by_one_word(lab: Lab) -> No
     assert seen["alive_at"] is not None
     stopped = ask("stop", job)
     assert stopped.returncode == 0, (stopped.stderr, training.story())
-    assert f"to go on: stepkeeper resume {training.run_dir}" in stopped.stdout
+    assert f"to continue: stepkeeper resume {training.run_dir}" in stopped.stdout
     training.wait_end()
     script.unlink()
 

@@ -135,7 +135,7 @@ def test_a_run_is_known_while_its_job_waits_can_be_stopped_there_and_is_submitte
         assert f"job {job} is PENDING (BeginTime)" in ask(lab, command, job).stdout, command
     busy = ask(lab, "resume", job, check=False)
     assert busy.returncode == ExitCode.RUN_BUSY
-    assert "goes on already" in busy.stderr
+    assert "the run is not over" in busy.stderr
     save = ask(lab, "save", job, check=False)
     assert save.returncode == ExitCode.NOTHING_FOUND
     assert "nothing is running that could save" in save.stderr

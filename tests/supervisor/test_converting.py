@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper.frameworks import converting
@@ -57,3 +59,16 @@ def test_only_plain_data_parallel_checkpoints_are_converted(
         (tmp_path / name).touch()
     assert converting.convertible(tmp_path) is wanted
     assert not converting.convertible(tmp_path / "gone")
+
+
+def test_a_conversion_goes_before_the_supervisor_where_memory_runs_out(tmp_path: Path) -> None:
+    (tmp_path / "global_step1").mkdir()
+    tool = program(tmp_path / "python")
+    tool.write_text(f"#!/bin/sh\ncat /proc/self/oom_score_adj >{tmp_path}/adj\necho no room >&2\nexit 1\n")
+    wanted = converting.Conversion(source=str(tmp_path / "global_step1"), python=str(tool))
+
+    argv = [sys.executable, "-m", "stepkeeper.frameworks.converting"]
+    done = subprocess.run(argv, input=msgspec.json.encode(wanted), capture_output=True, check=False)
+
+    assert (tmp_path / "adj").read_text() == "1000\n"
+    assert (done.returncode, done.stderr) == (1, b"deepspeed.checkpoint.ds_to_universal: no room\n")

@@ -45,7 +45,7 @@ def events(inbox: Inbox, count: int) -> list[on.Event]:
     return [each for each in found if each is not None]
 
 
-def fail() -> None:
+def fail() -> on.Event:
     raise ValueError("not a number")
 
 
@@ -54,7 +54,7 @@ def test_an_optional_part_that_fails_is_reported_once_with_its_traceback_and_ans
     part: Part, inbox: Inbox, reported: Reported
 ) -> None:
     for _ in range(2):
-        inbox.run(part, fail, answer=lambda error: on.IdleNodes(at=0.0, error=error)).join(WITHIN_S)
+        inbox.ask(part, fail, lambda error: on.IdleNodes(at=0.0, error=error)).join(WITHIN_S)
 
     failed, *answers = events(inbox, 3)
 
@@ -65,6 +65,16 @@ def test_an_optional_part_that_fails_is_reported_once_with_its_traceback_and_ans
     ((said, trace),) = reported
     assert said == part
     assert "in fail" in trace
+
+
+def test_what_the_world_does_wrong_is_answered_and_no_failure_of_a_part(inbox: Inbox, reported: Reported) -> None:
+    inbox.ask(Part.ASK_SLURM, fail, lambda error: on.IdleNodes(at=0.0, error=error), expected=(ValueError,)).join(
+        WITHIN_S
+    )
+
+    assert events(inbox, 1) == [on.IdleNodes(at=0.0, error="not a number")]
+    assert inbox.get(0.0) is None
+    assert not reported
 
 
 @pytest.mark.parametrize("part", sorted(ESSENTIAL))

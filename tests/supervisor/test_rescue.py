@@ -165,7 +165,7 @@ def test_a_supervisor_that_dies_again_and_again_is_not_started_for_ever(assignme
     result = play(assignment, slurm)
 
     assert len(slurm.called) == RESCUES_MAX
-    assert "a person is needed" in result.why
+    assert "manual repair is needed" in result.why
     commit = lineage.Commit(at=4e9, attempt=0, step=9, save_id="a" * 32, parent=None, directory="step_00000009")
     lineage.append(tmp_path / "checkpoints", commit)
     play(assignment, slurm)

@@ -133,8 +133,8 @@ def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(tmp_path
 @pytest.mark.parametrize(
     ("name", "ranks", "told"),
     [
-        ("local_experts", 2, r"2 ranks cannot go on where 4 were: ranks hold different values of .*expert"),
-        ("loader_of_each_rank", 4, r"4 ranks cannot go on where 2 were: ranks hold different values of loader;"),
+        ("local_experts", 2, r"2 ranks cannot resume what 4 saved: ranks hold different values of .*expert"),
+        ("loader_of_each_rank", 4, r"4 ranks cannot resume what 2 saved: ranks hold different values of loader;"),
     ],
 )
 def test_what_only_as_many_ranks_can_take_is_named_before_anything_is_loaded(

@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stepkeeper.cli import checkpoints_export
 from stepkeeper.cli.main import main
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.frameworks import converting
 from stepkeeper_trainer.load.reader import ALONE
 from stepkeeper_trainer.store import conversion, export
 from tests.trainer.test_export import made_step, same
@@ -39,7 +39,7 @@ def here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     """Convert in this process, which has imported torch; tests marked so start another one, as users do."""
     if "other_process" in request.fixturenames:
         return
-    start = checkpoints_export.start
+    start = converting.start
 
     def call(argv: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         if argv[0] != sys.executable or argv[2] != conversion.__name__:
@@ -50,7 +50,7 @@ def here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
             code = conversion.main()
         return subprocess.CompletedProcess(argv, code, "", said.getvalue())
 
-    monkeypatch.setattr(checkpoints_export, "start", call)
+    monkeypatch.setattr(converting, "start", call)
 
 
 @pytest.fixture

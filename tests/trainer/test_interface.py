@@ -414,7 +414,7 @@ def test_a_step_with_keys_of_the_old_interface_is_loaded_under_plain_names(stage
     assert [key for key in keys if "others" in key or "optimizers" in key] == []
     told = stage.play(f"{SCENES}:goes_on_from_old_parts", tmp_path / "alone", ranks=1, start=str(newest))
     assert told.codes == [66], "experts of two ranks are not those of one"
-    assert re.search(r"1 ranks cannot go on where 2 were: ranks hold different values of .*expert\.weight", told.said)
+    assert re.search(r"1 ranks cannot resume what 2 saved: ranks hold different values of .*expert\.weight", told.said)
 
 
 def test_a_step_of_the_first_release_is_loaded_under_plain_names(tmp_path: Path) -> None:

@@ -68,6 +68,45 @@ def test_the_script_runs_alone(script: Path) -> None:
     assert max(losses(script.parent / "runs/train")) == 20
 
 
+# what the loop of the page's diff has already
+LOOP = """
+import sys, torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from stepkeeper_trainer import CheckpointManager, GlobalSampler
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+rank, world_size = 0, 1
+data = TensorDataset(torch.randn(64, 4))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters())
+steps = []
+def train_step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    steps.append(loss)
+    return loss
+import atexit
+atexit.register(lambda: print(len(steps), "steps"))
+"""
+
+
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_the_loop_with_epochs_do_the_same_steps(side: str, tmp_path: Path) -> None:
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
+    code = LOOP + "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", side))
+    environment = {"PYTHONPATH": str(ROOT / "trainer"), "HOME": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "40 steps\n"  # 20 epochs of 64 samples
+
+
 def test_every_name_has_its_place_on_the_page() -> None:
     for name in set(stepkeeper_trainer.__all__) - {"__version__"}:
         assert re.search(rf"^\| `{name}` \|", PAGE, re.MULTILINE), name

@@ -65,7 +65,7 @@ def test_a_count_of_what_yields_data_is_refused_on_other_ranks_though_all_are_eq
     second = resumed("reader_that_counts", tmp_path, then=2, ranks=3)
 
     assert set(second.codes) == {66}, second.said
-    assert "3 ranks cannot go on where 2 were: reader counts what each rank has read; resume on 2 ranks" in second.said
+    assert "3 ranks cannot resume what 2 saved: reader counts what each rank has read; resume on 2 ranks" in second.said
 
 
 def test_a_position_of_the_whole_job_says_so_and_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_other_data_parallel_ranks_are_refused(tmp_path: Path) -> None:
 
     assert first.codes == [0, 0], first.said
     assert second.codes == [66], second.said
-    assert "1 of them (rank 0 of 1) cannot go on where 2 were; resume with 2, or use a GlobalSampler" in second.said
+    assert "1 of them (rank 0 of 1) cannot resume what 2 saved; resume with 2, or use a GlobalSampler" in second.said
 
 
 class Mesh:

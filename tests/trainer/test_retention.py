@@ -256,7 +256,7 @@ def test_a_pin_or_a_rollback_after_the_plan_was_made_is_heard(tmp_path: Path) ->
     assert steps(tmp_path) == [1, 3, 6]
     assert dict(outcome.spared) == {
         "step_00000001": "pinned",
-        "step_00000003": "training goes on from it",
+        "step_00000003": "training continues from it",
     }
 
 

@@ -465,7 +465,7 @@ def test_the_state_of_one_rank_comes_back_to_as_many_ranks_only(tmp_path: Path) 
         resume_from="latest",
     )
     manager._state.world_size = 3  # as if there were more ranks now
-    with pytest.raises(ResumeError, match=r"3 ranks cannot go on where 1 were: .*loader.*resume on 1 ranks"):
+    with pytest.raises(ResumeError, match=r"3 ranks cannot resume what 1 saved: .*loader.*resume on 1 ranks"):
         manager.resume()
 
 

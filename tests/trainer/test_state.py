@@ -185,4 +185,4 @@ def test_state_of_single_ranks_is_refused_by_another_number_of_real_ranks(tmp_pa
     for rank in (0, 1):
         assert f"[{rank}] loader at {20 * rank + 6}" in same.said, "each rank goes on where it was"
     assert fewer.codes == [66], fewer.said
-    assert re.search(r"1 ranks cannot go on where 2 were: .*loader.*resume on 2 ranks", fewer.said), fewer.said
+    assert re.search(r"1 ranks cannot resume what 2 saved: .*loader.*resume on 2 ranks", fewer.said), fewer.said

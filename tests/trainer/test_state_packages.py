@@ -35,7 +35,7 @@ def test_a_position_that_each_rank_counts_is_refused_on_another_number_of_ranks(
 
     assert set(first.codes) == {0}, first.said
     assert set(second.codes) == {66}, second.said
-    assert re.search(r"3 ranks cannot go on where 2 were: .*(loader|data)", second.said), second.said
+    assert re.search(r"3 ranks cannot resume what 2 saved: .*(loader|data)", second.said), second.said
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGE_SCENES))

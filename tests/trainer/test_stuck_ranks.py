@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.diagnosis.collectives import compare, find_suspect, in_words
-from stepkeeper.watcher.flight_recorder import FlightRecorderRequest, catches
+from stepkeeper.watcher import flight_recorder
+from stepkeeper.watcher.flight_recorder import FlightRecorderRequest
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.collectives import raw_file, reduce_parsed
 from tests.trainer.stuck_ranks import LATE, SCENES, WORLD
@@ -53,7 +54,7 @@ def told(ranks: tuple[Path, dict[str, dict[int, int]]]) -> Callable[[str, Callab
         while True:
             for pid in pids[scene].values():
                 # as a watcher does: the kernel gives the second of two signals to another thread, torch's or gloo's
-                os.kill(pid, collectives.STACKS_SIGNAL) if catches(pid, collectives.STACKS_SIGNAL) else None
+                flight_recorder.ask(pid, collectives.STACKS_SIGNAL)
             places = FlightRecorderRequest(directory / scene, pids[scene]).take()
             found = compare(places, pids[scene])
             text = in_words(found, places)

@@ -52,7 +52,7 @@ LAST_SECONDS_S = 20.0  # for a save in flight when training fails
 
 
 class CheckpointManager:
-    """One a rank, made when the model is sharded; all ranks make it, and call its methods in the same order."""
+    """Each rank makes one, when the model is sharded; all ranks call its methods in the same order."""
 
     _confirmation: Confirmation | None = None  # where steps are confirmed
     _records: Records | None = None  # on rank 0
@@ -220,7 +220,7 @@ class CheckpointManager:
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
 
-        Call it once, before the iterators over the data are made: those begin where it has gone to.  Making them draws
+        Call it once, before the iterators over the data are made: those begin at that position.  Making them draws
         random numbers, so `restore_random_state` comes after them.
 
         Raises:
@@ -323,7 +323,7 @@ class CheckpointManager:
         """Say that an optimizer step is complete; true means leave the loop and call `finish`.
 
         Args:
-            loss: of this step, over all ranks; one on a GPU is read a step later, so that nobody waits for it.
+            loss: of this step, over all ranks; one on a GPU is read a step later, so that no rank waits for it.
             tokens: of this step, of all ranks together.
             lr: the learning rate that the step used.
             grad_norm: before clipping.
@@ -396,7 +396,7 @@ class CheckpointManager:
         """Save what is not saved yet, wait until it is durable, and return the exit code: `sys.exit(manager.finish())`.
 
         Exit codes: 0 the work is finished, 75 stopped on request with the state saved, 1 stopped
-        without (the ranks' last words say why).  The process goes on; nothing else of the manager can be called.
+        without (the ranks' last words say why).  The process continues; nothing else of the manager can be called.
 
         Raises:
             SaveError: the work is finished, and its last step could not be saved.
@@ -577,7 +577,7 @@ class CheckpointManager:
 
     def _ready(self) -> Saver:
         if self._ended:
-            raise UsageError("finish() was called: make another CheckpointManager to go on")
+            raise UsageError("finish() was called: make another CheckpointManager to continue")
         if self._saver is None:
             raise UsageError("resume() was not called: call it once, before the first step")
         return self._saver

@@ -163,7 +163,7 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 class MeshLoader:
     """A part of the state: a loader with a position of each data-parallel rank, where several ranks read the same data.
 
-    As many data-parallel ranks can go on with it, on any number of ranks: tensor and pipeline parallelism may change.
+    As many data-parallel ranks can resume it, on any number of ranks: tensor and pipeline parallelism may change.
     """
 
     def __init__(self, loader: Stateful, mesh: DeviceMesh) -> None:
@@ -189,7 +189,7 @@ class MeshLoader:
         if degree != self.degree:
             raise ResumeError(
                 f"the loader has a position of each data-parallel rank: {self.degree} of them (rank {rank} of "
-                f"{world_size}) cannot go on where {degree} were; resume with {degree}, or use a GlobalSampler"
+                f"{world_size}) cannot resume what {degree} saved; resume with {degree}, or use a GlobalSampler"
             )
         return next(state for state in states if state["data_rank"] == self.rank)
 
@@ -344,7 +344,7 @@ class GlobalSampler:
             if state[name] != getattr(self, name):
                 raise ResumeError(
                     f"the data's {name} is {getattr(self, name)!r}, the checkpoint's is {state[name]!r}: "
-                    "resume with the data and the seed it was made with, or start anew"
+                    "resume with the data and the seed it was made with, or start from the beginning"
                 )
         self.epoch, self.consumed = state["epoch"], state["consumed"]
         self._taken, self.skipped = state.get("taken", 0), state.get("skipped", [])  # an older version has none

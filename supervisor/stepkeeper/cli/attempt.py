@@ -220,7 +220,7 @@ def _compare_code(
     differences = submission.code_differences(before, now) if before is not None else []
     if differences and must_be_same:
         raise StepkeeperError(
-            f"the code is not that of the attempt before: {'; '.join(differences)}; bring it back, or go on with it "
+            f"the code is not that of the attempt before: {'; '.join(differences)}; bring it back, or continue with it "
             "by --no-same-code",
             ExitCode.CODE_CHANGED,
         )

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from stepkeeper.frameworks.choosing import How, State, judge
 from stepkeeper.frameworks.converting import ENDING
 from stepkeeper.frameworks.framework import Step
 from stepkeeper.run_store import find
-from stepkeeper.slurm.launch import without_python
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME
 from stepkeeper_trainer.formats.metadata import METADATA_NAME
 from stepkeeper_trainer.formats.reading import Reading
@@ -144,22 +142,13 @@ def _to_universal(arguments: argparse.Namespace, source: Path, target: Path) -> 
         raise
 
 
-def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end.  Raises OSError."""
-    return subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
-
-
 def _call(argv: Sequence[str], needs: str) -> None:
     """Have another Python convert.  Raises StepkeeperError with the end of what it said."""
-    environment = {**without_python(os.environ), "PYTHONSAFEPATH": "1"}  # nothing of the working directory
     try:
-        done = start(argv, environment)
-    except OSError as error:
-        raise StepkeeperError(f"--python {argv[0]}: {error.strerror}", ExitCode.USAGE) from error
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        hint = f"; name a Python with {needs} by --python" if "No module named" in said else ""
-        raise StepkeeperError(f"{argv[0]} {argv[1]} {argv[2]}: {said}{hint}", ExitCode.USAGE)
+        converting.call(argv)
+    except converting.ConversionError as error:
+        hint = f"; name a Python with {needs} by --python" if "No module named" in str(error) else ""
+        raise StepkeeperError(f"--python {argv[0]}: {error}{hint}", ExitCode.USAGE) from error
 
 
 # `--to safetensors`, and the command itself.

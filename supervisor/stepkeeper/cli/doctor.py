@@ -131,7 +131,11 @@ def show(found: list[Finding], *, show_all: bool) -> None:
             ):
                 printing.say(line)
     counts = {level: sum(finding.level is level for finding in found) for level in Level}
-    counted = ", ".join(f"{counts[level]} {level.value}" for level in reversed(Level) if counts[level])
+    counted = ", ".join(
+        f"{count} {level.value}{'s' if count > 1 and level is not Level.OK else ''}"
+        for level in reversed(Level)
+        if (count := counts[level])
+    )
     printing.say(f"{counted}{'' if show_all else ' (--all shows what is in order)'}")
 
 

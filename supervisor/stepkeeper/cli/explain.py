@@ -39,7 +39,7 @@ SURE, LIKELY = 0.85, 0.6
 GOES_ON = (ExitCode.REQUEUED, ExitCode.SUPERSEDED)  # ends of attempts that do not end the run
 _RUNGS = {
     Rung.RELAUNCH: "starts the ranks again on the same nodes",
-    Rung.LEAVE: "goes on without that node",
+    Rung.LEAVE: "continues without that node",
     Rung.ROLLBACK: "goes back to a verified checkpoint before it",
     Rung.REQUEUE: "requeues the job",
     Rung.STOP: "stops, and calls a person (notify_command)",
@@ -88,7 +88,7 @@ def following(cause: Cause, row: Sequence[causes.Try], about: Mapping[str, Any])
         return "nothing: the training is finished"
     if end is not None and end["code"] not in GOES_ON:
         resume = f"stepkeeper resume {shlex.quote(str(about['run']))}"
-        return f"nothing: the run has ended; to go on from its newest checkpoint: {resume}"
+        return f"nothing: the run has ended; to resume from its newest checkpoint: {resume}"
     supervised = "" if "run" in about else "in a supervised run, "
     if fixed := rules.load().meanings[cause].next:
         return f"{supervised}{fixed}"
@@ -124,7 +124,7 @@ def lines(verdict: Verdict, about: Mapping[str, Any]) -> Iterator[tuple[str, str
     if (end := about.get("end")) is not None and end["code"] not in GOES_ON:
         yield "the run", f"ended {printing.instant(end['at'])} with {end['code']}: {end['reason']}"
     for window in about.get("left_out", ()):
-        yield "left out", f"{left_out_in_words(window['step'], window['steps'])}: the run goes on without it"
+        yield "left out", f"{left_out_in_words(window['step'], window['steps'])}: the run continues without it"
     yield "next", about["next"]
     for index, command in enumerate(about["confirm"]):
         yield "" if index else "confirm", command
@@ -260,10 +260,7 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
 
 def _works(run: RunDirectory, launch: Launch) -> bool:
     """Tell whether the supervisor of a launch still writes, and its ranks may run."""
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        return False
+    status = status_file.known(run.status)
     return (
         status is not None
         and (status.attempt, status.launch, status.phase) == (launch.attempt, launch.launch, Phase.TRAINING)

@@ -301,7 +301,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what the rank that failed first printed last, in the newest launch that failed",
     )
     command.add_argument(
-        "-f", "--follow", action="store_true", help="go on as lines come, over relaunches, until the run ends"
+        "-f", "--follow", action="store_true", help="print lines as they come, over relaunches, until the run ends"
     )
     command.add_argument("--tail", type=int, metavar="N", help="only the newest N lines of each node")
     command.add_argument("--json", action="store_true", help="JSON lines with node, rank, line")
@@ -314,7 +314,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.tail is not None and arguments.tail < 1:
         raise StepkeeperError("--tail is at least 1", ExitCode.USAGE)
     if arguments.failed and arguments.follow:
-        raise StepkeeperError("--failed shows what is over, --follow what goes on: choose one", ExitCode.USAGE)
+        raise StepkeeperError("--failed shows what ended, --follow what runs: choose one", ExitCode.USAGE)
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
         return follow(run, arguments)

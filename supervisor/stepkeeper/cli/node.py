@@ -22,7 +22,7 @@ from stepkeeper.cli.arguments import above_zero
 from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream
+from stepkeeper.log import Form, PatientStream, configure
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger
 from stepkeeper.node_agent.config import DEFAULT_PATH
@@ -246,7 +246,8 @@ def run_agent(arguments: argparse.Namespace) -> int:
     path = config.state_path / ledger.NAME
     book = _read(path)
     stream = PatientStream(lambda: cast("TextIO", sys.stdout))
-    log = runtime.configure_log(stream, journal=runtime.stdout_is_journal(), node=config.name)
+    form = Form.JOURNAL if runtime.stdout_is_journal() else Form.JSON
+    log = configure(stream, form=form, node=config.name)
     state = book.state(config.name, config.boot_id())
     agent = Agent(
         config=config,

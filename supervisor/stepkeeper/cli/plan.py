@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +16,6 @@ from stepkeeper.run_store import find
 from stepkeeper.submit import plan as submit_plan
 from stepkeeper.submit.plan import FIXED_S, METRICS_NAME, Measured, Plan, measure, plan
 from stepkeeper_trainer.coordinate.cadence import Costs, FailureRate
-from stepkeeper_trainer.formats.durable import write_atomically
 
 OVERHEAD_MAX = 0.05
 RESTART_S = 300.0  # where nobody says it
@@ -62,7 +58,6 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default=OVERHEAD_MAX,
         help=f"of training time that saves may block; default {OVERHEAD_MAX:g}",
     )
-    command.add_argument("--plot", metavar="FILE.svg", type=Path, help="write the plot as an SVG file too")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=execute)
 
@@ -77,23 +72,15 @@ def _nodes(text: str) -> list[int]:
 @printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        raise StepkeeperError(f"--plot {arguments.plot}: the plot is an SVG: name it FILE.svg", ExitCode.USAGE)
     measured = None
     if arguments.run is not None:
         run = find.find(arguments.run, os.environ)
         measured = measure(run.journal, run.path / METRICS_NAME)
     plans, assumed = _plan(arguments, measured or Measured())
-    if arguments.plot is not None:
-        write_atomically(arguments.plot, submit_plan.plot_svg(plans).encode(), mode=0o644)
     if arguments.json:
         printing.say_json(_document(plans, assumed, measured), indent=2)
         return ExitCode.FINISHED
     _show(plans, assumed)
-    for line in submit_plan.plot_text(plans, columns=max(30, min(100, shutil.get_terminal_size().columns - 10))):
-        sys.stdout.write(line + "\n")
-    if arguments.plot is not None:
-        printing.say(f"written: {arguments.plot}")
     return ExitCode.FINISHED
 
 
@@ -187,4 +174,3 @@ def _show(plans: list[Plan], assumed: dict[str, str]) -> None:
                 f"{each.nodes} nodes: the allowed overhead makes the interval longer than the best one, "
                 f"{printing.duration(each.best.interval_s)} ({each.best.share:.2%})"
             )
-    printing.say()

@@ -38,8 +38,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare both commands."""
     save = subcommands.add_parser(
         "save",
-        help="have a run save a checkpoint now, and go on",
-        description="Have a run save a checkpoint at the next step, and go on.  Waits until it is committed.",
+        help="have a run save a checkpoint now, and continue",
+        description="Have a run save a checkpoint at the next step, and continue.  Waits until it is committed.",
     )
     _declare(save, "save")
     stop = subcommands.add_parser(
@@ -66,7 +66,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     kind: requests.Kind = arguments.kind
     run = find.find(arguments.run, os.environ)
     give_up_at = time.monotonic() + arguments.within
-    waiting = queue.waiting(run, _status(run))
+    waiting = queue.waiting(run, status_file.require(run.status))
     if waiting is not None and _of_the_queue(arguments, run, waiting, give_up_at):
         return ExitCode.FINISHED
     status = _alive(run)
@@ -117,7 +117,7 @@ def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Wai
     if queue.is_over(queued) or queue.is_pending(queued):
         what = "nothing is running" if arguments.kind == "stop" else "nothing is running that could save"
         raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
-    begun = _until(lambda: queue.waiting(run, _status(run)) is None or None, give_up_at)
+    begun = _until(lambda: queue.waiting(run, status_file.require(run.status)) is None or None, give_up_at)
     if not begun:
         raise StepkeeperError(f"{said}, and its supervisor has written nothing yet: ask again", ExitCode.NOTHING_FOUND)
     return False
@@ -141,22 +141,15 @@ def _cancel(job: str, give_up_at: float) -> queue.Queued:
 
 
 def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
-    status = _status(run)
+    status = status_file.require(run.status)
     step = status.checkpoint_step if status is not None else None
     kept = f"the checkpoint of step {step} stays" if step is not None else "it had no checkpoint"
     said = f"job {waiting.job} waited in the queue, and nothing of the run was running: it is cancelled; {kept}"
     return {"said": said, "cancelled": waiting.job, "checkpoint_step": step}
 
 
-def _status(run: RunDirectory) -> Status | None:
-    try:
-        return status_file.read(run.status)
-    except msgspec.MsgspecError as error:
-        raise StepkeeperError(f"{run.status}: not a status: {error}", ExitCode.RUN_DIRECTORY) from error
-
-
 def _alive(run: RunDirectory) -> Status:
-    status = _status(run)
+    status = status_file.require(run.status)
     if status is None or status.phase == Phase.DONE:
         raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
     return status
@@ -188,10 +181,7 @@ def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, obj
     """Wait until the supervisor has left."""
 
     def over() -> Status | None:
-        try:
-            status = status_file.read(run.status)
-        except msgspec.MsgspecError:
-            return None
+        status = status_file.known(run.status)
         return status if status is not None and status.phase == Phase.DONE and status.exit_code is not None else None
 
     status = _until(over, give_up_at)
@@ -211,7 +201,7 @@ def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, obj
     if "cancelled" in found:
         printing.say(str(found["said"]))
     if "cancelled" in found or "exit_code" in found:
-        printing.say(f"to go on: stepkeeper resume {run.path}")
+        printing.say(f"to continue: stepkeeper resume {run.path}")
     return ExitCode.FINISHED
 
 

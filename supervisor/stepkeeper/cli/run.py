@@ -47,8 +47,8 @@ T = TypeVar("T")
 SLURM_WITHIN_S = 300.0
 LOG_WITHIN_S = 2.0
 NO_BATCH_SCRIPT = (
-    "Slurm can requeue nothing of an allocation of salloc or srun: at its end the run is saved, and goes on when it is "
-    "started again with the same --run-dir"
+    "Slurm can requeue nothing of an allocation of salloc or srun: at its end the run is saved. It continues when it "
+    "is started again with the same --run-dir"
 )
 
 
@@ -97,7 +97,9 @@ def _let_end(code: int) -> None:
     try:
         done = SlurmCommands().let_end(code)
     except SlurmError as error:
-        done = f"Slurm does not let the job end ({error}): it may be held; scancel it, or scontrol release it to go on"
+        done = (
+            f"Slurm does not let the job end ({error}): it may be held; scancel it, or continue it by scontrol release"
+        )
     if done:
         _say(done)
 

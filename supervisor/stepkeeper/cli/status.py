@@ -261,7 +261,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from stepkeeper.run_analytics.follow import follow  # noqa: PLC0415 - a supervisor, which knows all commands, stays small
 
         return follow(run)
-    status = _read(run)
+    status = status_file.require(run.status)
     waiting = queue.waiting(run, status)
     if status is None and waiting is None:
         raise StepkeeperError(
@@ -294,7 +294,7 @@ def _require_one_way(arguments: argparse.Namespace) -> None:
     if arguments.run is not None and arguments.all:
         wrong = "--all goes without RUN"
     elif arguments.web and (arguments.follow or arguments.json or arguments.all):
-        wrong = "--web shows one run: it goes without --follow, --json and --all; the page has figures at data.json"
+        wrong = "--web shows one run: it goes without --follow, --json and --all"
     elif not arguments.web and (arguments.port is not None or arguments.socket is not None):
         wrong = "--port and --socket go with --web"
     elif arguments.follow and (arguments.json or arguments.all):
@@ -308,16 +308,6 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     socket_path = Path(os.path.abspath(arguments.socket)) if arguments.socket is not None else None
     return serve(find.find(arguments.run, os.environ), port=arguments.port or 0, socket_path=socket_path)
-
-
-def _read(run: RunDirectory) -> Status | None:
-    try:
-        return status_file.read(run.status)
-    except msgspec.MsgspecError as error:
-        raise StepkeeperError(
-            f"{run.status}: not a status: {error}; the journal tells more: `stepkeeper events {run.path}`",
-            ExitCode.RUN_DIRECTORY,
-        ) from error
 
 
 def _computed(run: RunDirectory, status: Status, waiting: Waiting | None, now: float) -> dict[str, Any]:
@@ -420,7 +410,7 @@ def _show(
         printing.say(f"to stop: stepkeeper stop {run.path}, or scancel {waiting.job}; its checkpoints stay")
     elif seen["done"] and (waiting is not None or status.exit_code not in GOES_ON_OR_IS_FINISHED):
         unsure = queued is not None and queued.error
-        printing.say("" if unsure else f"to go on: stepkeeper resume {run.path}")
+        printing.say("" if unsure else f"to continue: stepkeeper resume {run.path}")
     elif not seen["done"]:
         printing.say(f"to stop: stepkeeper stop {run.path} (saves first), or scancel {status.job_id}")
 

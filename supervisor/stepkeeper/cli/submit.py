@@ -312,7 +312,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     """Declare the command."""
     command = subcommands.add_parser(
         "resume",
-        help="submit a run again as it was, to go on from its newest checkpoint",
+        help="submit a run again as it was; it resumes from its newest checkpoint",
         description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
@@ -348,7 +348,7 @@ def resume(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printing.say_json({**document, "job": job}, indent=2)
     else:
-        printing.say(f"job {job} is submitted; it goes on with {run.path}")
+        printing.say(f"job {job} is submitted; it continues {run.path}")
         printing.say(f"  see            stepkeeper status {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
     return ExitCode.FINISHED
@@ -360,10 +360,7 @@ def _newest_job(run: RunDirectory) -> str:
     Raises:
         StepkeeperError: no job is known.
     """
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        status = None  # of a newer version: the other files may say
+    status = status_file.known(run.status)  # of one of a newer version, the other files may say
     waiting = queue.waiting(run, status)
     if waiting is not None:
         return waiting.job
@@ -386,9 +383,7 @@ def _after(run: RunDirectory, job: str) -> list[str]:
     if queued.state is not None and job_state(queued.state) is JobState.COMPLETING:
         return [f"--dependency=afterany:{job}"]
     said = queue.words(queued, time.time())
-    raise StepkeeperError(
-        f"{said}: the run goes on already; `stepkeeper stop {run.path}` ends that first", ExitCode.RUN_BUSY
-    )
+    raise StepkeeperError(f"{said}: the run is not over; `stepkeeper stop {run.path}` ends it first", ExitCode.RUN_BUSY)
 
 
 def _submission(run: RunDirectory, newest: str) -> Submission:

@@ -142,7 +142,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     warm_standby: Annotated[bool, About()] = False
     """While training runs well, keep one more process for each rank, which has imported torch and waits: a relaunch in
-    the allocation takes it instead of starting Python anew (docs/warm-standby.md)."""
+    the allocation takes it instead of starting Python again (docs/warm-standby.md)."""
 
     warm_standby_imports: Annotated[str | None, About(metavar="MODULES", has_flag=False)] = None
     """Modules that a warm standby imports too, with commas between (`transformers,datasets`); none may start CUDA."""

@@ -39,7 +39,7 @@ REMOVED = {
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
     "policy.unfit_again_s": "set `policy.grow_idle_s`: a node that failed its check rests for so long, too",
 } | {
-    f"policy.{name}": f"leave it out; it is a constant since 0.2: {value if isinstance(value, str) else f'{value:g}'}"
+    f"policy.{name}": f"leave it out; it is a constant since 1.0: {value if isinstance(value, str) else f'{value:g}'}"
     for name, value in msgspec.structs.asdict(Limits()).items()
 }
 

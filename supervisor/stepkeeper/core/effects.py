@@ -117,7 +117,7 @@ class JudgeLaunch(_Effect, frozen=True, kw_only=True, tag="judge_launch"):
 
 
 class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
-    """Have the lineage lead to the newest verified step below one; later commits count no more.
+    """Have the lineage lead to the newest verified step below one; later commits no longer count.
 
     Answered by `RolledBack`.
     """
@@ -130,7 +130,7 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
 
 
 class ReportSlowNode(_Effect, frozen=True, kw_only=True, tag="report_slow_node"):
-    """Tell that a node holds the others up, or does no more: in the log, the counters and the report."""
+    """Report that a node slows the others down, or no longer does: in the log, the counters and the report."""
 
     node: str
     factor: float  # times as long as the others' own work for a step

@@ -105,7 +105,7 @@ class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
     nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
     gpus_per_node: int | None = None  # that Slurm gave the job; None where it says nothing
     end_at: float | None = None  # the job's time limit, Unix seconds
-    batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which nobody can requeue
+    batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which Slurm cannot requeue
 
 
 class Tick(Stamped, frozen=True, kw_only=True, tag="tick"):
@@ -113,7 +113,7 @@ class Tick(Stamped, frozen=True, kw_only=True, tag="tick"):
 
 
 class Suspended(Stamped, frozen=True, kw_only=True, tag="suspended"):
-    """This process did not run for `seconds`: the job was suspended, or its batch host stood still."""
+    """This process did not run for `seconds`: the job was suspended, or its batch host did not run."""
 
     seconds: float
 
@@ -384,7 +384,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
 
     rank: int
     node: str
-    resumed_step: int | None = None  # it goes on from here; None where it has not loaded anything, or not yet
+    resumed_step: int | None = None  # it resumes from here; None where it has not loaded anything, or not yet
     total_steps: int | None = None  # when the work is done; None where the script does not say it
     framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
     unable: str = ""  # why it saves nothing on request after all
@@ -520,7 +520,7 @@ class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected
     rank: int | None = None  # that does not wait for the others, where one is known
     node: str = ""  # its node
     idle: bool = False  # every rank is sure to do nothing: it waits for others, or computes, reads and writes nothing
-    sure_s: float = 0.0  # one rank cannot go on for so long, and all others wait: it is stopped, or asleep until then
+    sure_s: float = 0.0  # one rank cannot continue for so long, and all others wait: it is stopped or asleep until then
     awaited: bool = False  # one rank only slept, in three looks, and all others wait in a collective for it
 
 

@@ -12,23 +12,23 @@ class ExitCode(IntEnum):
     FINISHED = 0, "the training is finished"
     INTERNAL = 1, "a mistake in Stepkeeper itself: please report it"
     USAGE = 2, "an option, a value or an argument is wrong"
-    REQUEUED = 10, "the job was requeued (by us or by Slurm) and goes on in its next attempt"
+    REQUEUED = 10, "the job was requeued (by us or by Slurm) and continues in its next attempt"
     CANCELLED = 11, "the job was cancelled: it was stopped and not requeued"
     SUPERSEDED = 12, "a newer attempt of this run holds the lease: this one stopped its ranks"
     NO_BATCH_SCRIPT = (
         13,
-        "the allocation of salloc or srun is left, and nothing of it can be requeued: run again to go on",
+        "the allocation of salloc or srun is left, and nothing of it can be requeued: run again to continue",
     )
-    TRAINING_FAILED = 20, "the training failed again and again without new progress: a person is needed"
+    TRAINING_FAILED = 20, "the training failed again and again without new progress: manual repair is needed"
     TRAINING_GAVE_UP = 21, "a rank exited with 93: the launcher asks not to be started again"
     START_FAILED = 22, "watchers or training could not be started"
     STORAGE = 23, "the checkpoint storage does not answer as it should"
     REQUEUE_FAILED = 24, "Slurm did not take the requeue; what was saved is safe"
     UNDECIDED = 25, "Slurm could not be asked why it stops the job: saved, not requeued"
     NODES_LOST = 26, "nodes were lost or faulty again and again without new progress"
-    STOPPED = 27, "stopped on request, of a person or of the ranks, which could save before: run again to go on"
+    STOPPED = 27, "stopped on request, of a person or of the ranks, which could save before: run again to continue"
     NODES_UNFIT = 28, "most nodes fail the checks before a launch, and did not recover"
-    CAUSE_STAYS = 29, "the training failed for a cause that another start does not change: a person is needed"
+    CAUSE_STAYS = 29, "the training failed for a cause that another start does not change: manual repair is needed"
     NO_SLURM = 30, "not inside a Slurm job, or Slurm's commands are missing"
     NOT_BATCH_PROCESS = 31, "not the batch process: start it with `exec` in the batch script"
     RUN_DIRECTORY = 32, "the run directory cannot be used"

@@ -227,10 +227,10 @@ def uncount_failure(state: State) -> State:
     return replace(state, budgets=replace(state.budgets, failure_counted=False, failures=failures))
 
 
-def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Policy) -> Decision:
-    """The launch before failed on this node, and again: the next one runs without it."""
+def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Policy, *, lost: bool = False) -> Decision:
+    """The launch before failed on this node: the next one runs without it.  A lost one may be back any moment."""
     state = replace(state, budgets=replace(state.budgets, failure_counted=False))
-    return _leave(state, at, {node: why}, policy, exclude=True)
+    return _leave(state, at, {node: why}, policy, exclude=not lost, lost=lost)
 
 
 def exclude(state: State, at: float, node: str, why: Why, policy: Policy) -> State:

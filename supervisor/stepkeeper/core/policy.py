@@ -245,7 +245,7 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     resubmit: str = "auto"
     """Where Slurm may not requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and
-    to go on with its run (auto), or end and say how to go on (never)."""
+    to continue the run (auto), or end and say how to continue (never)."""
 
     node_losses_max: int = 10
     """The run stops after so many lost and faulty nodes without a newly verified step in between."""

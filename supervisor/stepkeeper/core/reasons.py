@@ -200,7 +200,7 @@ class CheckpointRemoved(_Reason, frozen=True, kw_only=True):
 
 
 class CheckpointBeforeUsed(_Reason, frozen=True, kw_only=True):
-    """The next launch goes on from the step directory before."""
+    """The next launch resumes from the step directory before."""
 
 
 class DamagedInARow(_Reason, frozen=True, kw_only=True):
@@ -237,7 +237,7 @@ class NotAttached(_Reason, frozen=True, kw_only=True):
 
 
 class ResumedElsewhere(_Reason, frozen=True, kw_only=True):
-    """The ranks go on from another step than the chosen one."""
+    """The ranks resume from another step than the chosen one."""
 
     step: int
     chosen: int | None = None  # None: the beginning
@@ -663,7 +663,7 @@ class WaitOver(_Reason, frozen=True, kw_only=True):
 
 
 class SpareOnly(_Reason, frozen=True, kw_only=True):
-    """The node was a spare: training goes on."""
+    """The node was a spare: training continues."""
 
 
 class RestingNodes(_Reason, frozen=True, kw_only=True):

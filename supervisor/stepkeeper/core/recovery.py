@@ -181,7 +181,9 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.RELAUNCH:
             return go_on_starting(state, at, policy, why)
         case Rung.LEAVE:
-            return leave_on_suspicion(state, at, case.node, (because.NodeLeftFor(node=case.node), *why), policy)
+            why = (because.NodeLeftFor(node=case.node), *why)
+            lost = case.cause is Cause.NODE_LOST
+            return leave_on_suspicion(state, at, case.node, why, policy, lost=lost)
         case Rung.ROLLBACK:
             return _roll_back(state, at, case, why, policy)
         case Rung.REQUEUE:

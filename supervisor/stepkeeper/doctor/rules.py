@@ -133,7 +133,7 @@ def _expedited(site: Site) -> Iterator[Finding]:
         means="a job with --requeue=expedite is put back by Slurm itself when its script fails, and held if its nodes "
         "are sound.  Requeues of ours stay the only ones; a job whose run is over sets Requeue=0",
         remedy=f"`{OURS[0]}` without =expedite is enough.  A job that is held all the same (exit codes "
-        f"{int(ExitCode.REQUEUE_FAILED)}, {int(ExitCode.UNDECIDED)}) goes on by: scontrol release JOB",
+        f"{int(ExitCode.REQUEUE_FAILED)}, {int(ExitCode.UNDECIDED)}) continues after: scontrol release JOB",
     )
 
 
@@ -230,7 +230,7 @@ def _preempted(site: Site, partition: Partition, *, user_signal: bool) -> Iterat
             subject="PreemptMode",
             found=f"{name}: {mode}",
             means="jobs are stopped in place: no save is made, GPUs keep their memory, and collectives may time out "
-            "when the job goes on",
+            "when the job continues",
             remedy="submit to a partition with PreemptMode=REQUEUE, or ask the admin for one",
         )
         return
@@ -289,7 +289,7 @@ def _limits(site: Site) -> Iterator[Finding]:
                 level=Level.OK,
                 subject="MaxTime",
                 found=f"{name}: {duration(partition.max_time_s)}",
-                means="a longer training goes on as a chain of attempts, each saved and requeued before its limit",
+                means="a longer training becomes a chain of attempts, each saved and requeued before its limit",
             )
         if partition.forced_sharing:
             yield Finding(

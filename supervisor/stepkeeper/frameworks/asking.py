@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from stepkeeper.frameworks.choosing import How, Judged, Launched, State
 from stepkeeper.frameworks.framework import Framework, WorldChange
 from stepkeeper.frameworks.repair import Pointing, RefusedError
 from stepkeeper_trainer.formats.reading import Reading
+
+Asked = TypeVar("Asked", bound=msgspec.Struct)
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -194,19 +197,22 @@ def _shown(text: str) -> str:
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def main() -> int:
-    """Answer the question on stdin."""
+def serve(kind: type[Asked], act: Callable[[Asked], msgspec.Struct], refusal: type[Exception] = OSError) -> int:
+    """Answer one document of stdin on stdout; an OSError, or a refusal, goes to stderr as one line."""
     with contextlib.suppress(OSError):  # refused in some containers; where memory runs out, we go before the supervisor
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
     try:
-        document = msgspec.json.encode(answer(question))
+        document = msgspec.json.encode(act(asked))
     except OSError as error:
         sys.stderr.write(f"{error.filename}: {error.strerror}\n")
+        return 1
+    except refusal as error:
+        sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.buffer.write(document)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(Question, answer))

@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from stepkeeper.frameworks import recognise
+from stepkeeper.frameworks.asking import serve
 from stepkeeper.frameworks.choosing import How, Judged, State, judge
 from stepkeeper.frameworks.framework import Step
 from stepkeeper.slurm.launch import without_python
@@ -94,20 +95,15 @@ def tool(python: str, source: Path, target: Path, *, inject_missing_state: bool)
     return [python, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
 
 
-def convert(wanted: Conversion, environment: Mapping[str, str], call: Callable[[Sequence[str]], None]) -> Converted:
+def convert(wanted: Conversion) -> Converted:
     """Return a whole Universal Checkpoint beside a ZeRO checkpoint, made now or before.
-
-    Args:
-        wanted: what is converted.
-        environment: of the verification.
-        call: starts DeepSpeed's tool, and raises ConversionError.
 
     Raises:
         ConversionError: why not; nothing has a checkpoint's name then.
         OSError: the directory cannot be read or written.
     """
     source = Path(wanted.source)
-    target, made = _place(source, environment)
+    target, made = _place(source)
     if made:
         return Converted(directory=str(target), made=False)
     for left in source.parent.glob(f"{_HIDDEN}*"):  # of a conversion that died: one attempt at a time has the run
@@ -116,7 +112,7 @@ def convert(wanted: Conversion, environment: Mapping[str, str], call: Callable[[
     try:
         hidden = away / target.name  # the tool names it in `latest_universal` beside it
         call(tool(wanted.python, source, hidden, inject_missing_state=True))
-        judged = _judge(hidden, environment)
+        judged = _judge(hidden)
         if judged.state is not State.VERIFIED:
             raise ConversionError(f"{hidden.name}: {judged.state.value}: {'; '.join(judged.problems[:3])}")
         hidden.chmod(source.stat().st_mode & 0o777)
@@ -126,14 +122,14 @@ def convert(wanted: Conversion, environment: Mapping[str, str], call: Callable[[
     return Converted(directory=str(target), made=True)
 
 
-def _place(source: Path, environment: Mapping[str, str]) -> tuple[Path, bool]:
+def _place(source: Path) -> tuple[Path, bool]:
     """Return the name of a conversion, and whether it is there: whole, and younger than what it was made of."""
     base, count = source.name.removesuffix(ENDING), 1
     while True:
         place = source.with_name(f"{base}{ENDING}" if count == 1 else f"{base}-{count}{ENDING}")
         if not os.path.lexists(place):
             return place, False
-        judged = _judge(place, environment) if place.is_dir() and not place.is_symlink() else None
+        judged = _judge(place) if place.is_dir() and not place.is_symlink() else None
         younger = judged is not None and place.stat().st_ctime >= _changed_at(source)
         if judged is not None and younger and judged.state is State.VERIFIED:
             return place, True
@@ -145,16 +141,20 @@ def _changed_at(path: Path) -> float:
         return max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
 
 
-def _judge(path: Path, environment: Mapping[str, str]) -> Judged:
-    how = How(environment=environment, deep=True, cached=True, world_size=None, reading=Reading())
+def _judge(path: Path) -> Judged:
+    how = How(environment=os.environ, deep=True, cached=True, world_size=None, reading=Reading())
     return judge(recognise.known()[FRAMEWORK], Step(path, None), how)
 
 
-def _call(argv: Sequence[str]) -> None:
-    """Run DeepSpeed's tool.  Raises ConversionError with the last line that it said."""
-    environment = {**without_python(os.environ), "PYTHONSAFEPATH": "1"}  # nothing of the working directory
+def start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end.  Raises OSError."""
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+
+
+def call(argv: Sequence[str]) -> None:
+    """Have another Python convert, by `-m MODULE`.  Raises ConversionError with the last line that it said."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+        done = start(argv, {**without_python(os.environ), "PYTHONSAFEPATH": "1"})  # nothing of the working directory
     except OSError as error:
         raise ConversionError(f"{argv[0]}: {error.strerror}") from error
     if done.returncode:
@@ -162,20 +162,5 @@ def _call(argv: Sequence[str]) -> None:
         raise ConversionError(f"{argv[2]}: {said[:_SAID_CHARACTERS_MAX]}")
 
 
-def main() -> int:
-    """Convert what stdin names."""
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Conversion)
-    try:
-        document = msgspec.json.encode(convert(wanted, os.environ, _call))
-    except OSError as error:
-        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
-        return 1
-    except ConversionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.buffer.write(document)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(Conversion, convert, ConversionError))

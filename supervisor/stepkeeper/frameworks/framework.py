@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -132,7 +132,7 @@ POINTER_BYTES_MAX = 1024 * 1024  # no file that names a checkpoint is larger
 
 
 class Framework(Protocol):
-    """One framework.  `list_steps` and `complete` are an adapter's own; the rest follows from them in most."""
+    """One framework.  `step_name` or `is_step`, and `look`, are an adapter's own; the rest follows in most."""
 
     name: str  # as `--framework` takes it
     title: str
@@ -140,6 +140,8 @@ class Framework(Protocol):
     imports: tuple[str, ...]  # modules whose import in a script shows this framework
     commands: tuple[str, ...]  # words of a command that show it
     save_door: SaveDoor
+    step_name: re.Pattern[str] | None = None  # of a checkpoint's directory; group 1 is the step; None: `is_step` tells
+    folder: str = ""  # below the directory of the checkpoints, in which they are where a script says nothing
     writes: Writes = OWN_WRITES
     resume_option: str = ""  # the first of `resume`'s arguments, where a script may have another name for it
     has_resume_arguments: bool = True  # false: `resume` names none, whatever the script
@@ -159,12 +161,26 @@ class Framework(Protocol):
     finds: re.Pattern[str] | None = None  # what its own resume searches names for, where a part of a name is enough
 
     def list_steps(self, root: Path) -> list[Step]:
-        """Return the checkpoints below a directory, by their names alone, in any order.  Raises OSError."""
-        ...
+        """Return the checkpoints below a directory, in any order, none of them judged.  Raises OSError."""
+        below = root / self.folder
+        places = [root, below] if self.folder and below.is_dir() and not below.is_symlink() else [root]
+        return [step for place in places for step in self._steps_in(place)]
+
+    def _steps_in(self, root: Path) -> list[Step]:
+        """Return those of one directory.  Links are passed over: what one leads to is listed by its own name."""
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        if self.step_name is None:
+            return [Step(root / name, self.number_of(name)) for name in names if self.is_step(root / name)]
+        return [Step(root / name, _number(found)) for name in names if (found := self.step_name.fullmatch(name))]
+
+    def number_of(self, name: str) -> int | None:
+        """Return the step that the name of a checkpoint shows, where names are the script's own."""
+        return last_number(name)
 
     def is_step(self, path: Path) -> bool:
         """Tell whether a path itself is one checkpoint of this framework.  Raises OSError."""
-        ...
+        return self.step_name is not None and self.step_name.fullmatch(path.name) is not None and path.is_dir()
 
     def complete(self, step: Step, *, world_size: int | None) -> Contents:
         """Read names, sizes and metadata; what is missing or torn is in `problems`.
@@ -176,6 +192,12 @@ class Framework(Protocol):
         Raises:
             OSError: it cannot be listed.
         """
+        contents = Contents(Tree(step.path), step.number, world_size)
+        self.look(contents, step)
+        return contents
+
+    def look(self, contents: Contents, step: Step) -> None:
+        """Add the parts of a checkpoint, and what is wrong with them."""
         ...
 
     def resumable(self, contents: Contents) -> str:
@@ -226,48 +248,6 @@ class Framework(Protocol):
         return contents.number >= contents.target
 
 
-def named(root: Path, pattern: re.Pattern[str], *, files: bool = False) -> list[Step]:
-    """Return the entries of a directory whose whole name matches; group 1, where there is one, is the step.
-
-    Links are passed over: the checkpoint that one leads to is listed by its own name.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
-    return [
-        Step(root / name, _number(found))
-        for name, found in _matching(root, pattern, files=files, directories=not files)
-    ]
-
-
-def _matching(
-    root: Path, pattern: re.Pattern[str], *, files: bool, directories: bool
-) -> list[tuple[str, re.Match[str]]]:
-    found = []
-    with os.scandir(root) as entries:
-        for entry in entries:
-            match = pattern.fullmatch(entry.name)
-            wanted = (files and entry.is_file(follow_symlinks=False)) or (
-                directories and entry.is_dir(follow_symlinks=False)
-            )
-            if match and wanted:
-                found.append((entry.name, match))
-    return found
-
-
-def by_content(root: Path, is_step: Callable[[Path], bool], number: Callable[[str], int | None]) -> list[Step]:
-    """Return the directories in a directory that are checkpoints by what they hold: their names are the script's own.
-
-    Links are passed over, as by `named`.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return [Step(root / name, number(name)) for name in names if is_step(root / name)]
-
-
 def beside(step: Step, steps: Sequence[Step]) -> Step | None:
     """Return the checkpoint before one in its directory, by their numbers; for the first, the one after it.
 
@@ -302,11 +282,6 @@ DIGITS_MAX = 18  # a step that is longer is no step
 def _number(match: re.Match[str]) -> int | None:
     text = match[1] if match.re.groups else ""
     return int(text) if text and text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
-
-
-def name_matches(path: Path, pattern: re.Pattern[str]) -> bool:
-    """Tell whether a directory's own name is that of a checkpoint."""
-    return pattern.fullmatch(path.name) is not None and path.is_dir()
 
 
 def quoted(arguments: Sequence[str]) -> str:

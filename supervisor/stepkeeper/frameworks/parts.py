@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepkeeper.frameworks import archives, inert
@@ -22,18 +22,13 @@ _PICKLE_BEGINS = b"\x80"  # torch.save before 1.6 or with the old format, and pl
 _TRANSFORMED = "is compressed: a deep verification follows its frames, and compares no bytes"
 
 
-def add_plain(contents: Contents, *names: str, required: bool = True) -> bool:
-    """Add files that have no structure of their own; return whether all are there."""
-    whole = True
-    for name in names:
-        if name in contents.tree:
-            contents.parts.setdefault(name, Part(name, Kind.PLAIN))
-        elif required or name in contents.tree.odd:
-            contents.problem(f"{name}: {contents.tree.why_missing(name)}")
-            whole = False
-        else:
-            whole = False
-    return whole
+def add_plain(contents: Contents, name: str) -> bool:
+    """Add a file that has no structure of its own; return whether it is there."""
+    if name not in contents.tree:
+        contents.problem(f"{name}: {contents.tree.why_missing(name)}")
+        return False
+    contents.parts.setdefault(name, Part(name, Kind.PLAIN))
+    return True
 
 
 def add_json(contents: Contents, name: str) -> Any:
@@ -49,26 +44,34 @@ def add_json(contents: Contents, name: str) -> Any:
 
 def add_archive(contents: Contents, name: str) -> bool:
     """Add a file of `torch.save`, by the end and the directory of its archive; return whether it can be read."""
-    try:
-        descriptor = contents.tree.descriptor(name)
-    except ReadError as error:
-        contents.problem(str(error))
-        return False
-    try:
-        size = os.fstat(descriptor).st_size
+
+    def look(descriptor: int) -> bool:
         if _is_old(descriptor):
             contents.parts[name] = Part(name, Kind.PLAIN)
             contents.note(f"{name}: in a format without checksums: only its names were looked at")
             _read_old(contents, name, descriptor)
-            return True
-        archives.read_directory(descriptor, 0, size)
+        else:
+            archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size)
+            contents.parts[name] = Part(name, Kind.ARCHIVE)
+        return True
+
+    return bool(_read(contents, name, look))
+
+
+def _read(contents: Contents, name: str, look: Callable[[int], Any]) -> Any:
+    """Return what is seen in a file; None where it cannot be read, which is a problem of the checkpoint then."""
+    try:
+        descriptor = contents.tree.descriptor(name)
+    except ReadError as error:
+        contents.problem(str(error))
+        return None
+    try:
+        return look(descriptor)
     except (ArchiveError, inert.InertError, OSError) as error:
         contents.problem(f"{name}: {error}")
-        return False
+        return None
     finally:
         os.close(descriptor)
-    contents.parts[name] = Part(name, Kind.ARCHIVE)
-    return True
 
 
 def _is_old(descriptor: int) -> bool:
@@ -81,28 +84,21 @@ def _read_old(contents: Contents, name: str, descriptor: int) -> Any:
     return found.value
 
 
-def read_pickle(contents: Contents, name: str, *, start: int = 0, length: int | None = None) -> Any:
+def read_pickle(contents: Contents, name: str) -> Any:
     """Return what `data.pkl` of an archive of `torch.save` says, as inert data; None where it cannot be read.
 
     Names of code become notes; names that run programs become problems.
     """
-    try:
-        descriptor = contents.tree.descriptor(name)
-    except ReadError as error:
-        contents.problem(str(error))
-        return None
-    try:
-        size = os.fstat(descriptor).st_size - start if length is None else length
+
+    def look(descriptor: int) -> Any:
         if _is_old(descriptor):
             return _read_old(contents, name, descriptor)
-        found = inert.read(_data_pickle(descriptor, archives.read_directory(descriptor, start, size)))
-    except (ArchiveError, inert.InertError, OSError) as error:
-        contents.problem(f"{name}: {error}")
-        return None
-    finally:
-        os.close(descriptor)
-    report_names(contents, name, found)
-    return found.value
+        records = archives.read_directory(descriptor, 0, os.fstat(descriptor).st_size)
+        found = inert.read(_data_pickle(descriptor, records))
+        report_names(contents, name, found)
+        return found.value
+
+    return _read(contents, name, look)
 
 
 def _data_pickle(descriptor: int, records: list[Record]) -> bytes:

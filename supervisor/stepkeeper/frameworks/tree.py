@@ -127,7 +127,7 @@ class Tree:
         times = [max(status.st_mtime, status.st_ctime) for status in self.files.values()]
         return max(times, default=0.0)
 
-    def quiet(self, now: float | None = None) -> bool:
+    def quiet(self) -> bool:
         """Tell whether nothing was changed for so long that nobody writes here any more."""
-        age_s = (time.time() if now is None else now) - self.changed_at()
+        age_s = time.time() - self.changed_at()
         return not 0 <= age_s < QUIET_S if age_s >= -QUIET_S else True

@@ -104,7 +104,7 @@ def verify(contents: Contents, how: Reading, sight: FirstSight, *, cached: bool)
         compared = compare(before, now)
         problems += compared.problems
         if compared.rewritten:
-            notes.append("was written anew since its first verification: its digests were recorded again")
+            notes.append("was written again since its first verification: its digests were recorded again")
     if not problems:
         seen = known | {name: result.seen for name, result in results.items() if result.seen}
         sight.remember(checkpoint, seen, before=before, read_at=began_at)

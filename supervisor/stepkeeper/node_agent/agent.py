@@ -45,6 +45,7 @@ from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, Sources, Stop, 
 from stepkeeper.node_agent.setup import SetupWatch
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
 from stepkeeper.node_agent.xid.judge import LISTED_AGAIN_AFTER_S
+from stepkeeper.run_store.lines import NewestWriter
 from stepkeeper.slurm.nodes import NodeCommands
 
 READINGS = (KernelRecord, KernelGap, NvmlStatus, NvmlXid, GpuHealth, Evidence)
@@ -70,13 +71,12 @@ class Agent:
         client: NodeCommands,
         systemd: Systemd,
         log: structlog.typing.FilteringBoundLogger,
-        clock: Clock | None = None,
     ) -> None:
         self.config = config
         self.policy = config.policy
         self.state = state
         self.log = log
-        self.inbox = Inbox(clock or Clock(), self._part_failed)
+        self.inbox = Inbox(Clock(), self._part_failed)
         self._book = book
         book.on_failure = self.inbox.fail
         self._systemd = systemd
@@ -111,7 +111,7 @@ class Agent:
         self._listing: threading.Thread | None = None
         self._stopped = threading.Event()
         self._stopping = ""
-        self._verdicts = ledger.VerdictWriter(
+        self._verdicts = NewestWriter(
             config.run_path / ledger.VERDICT_NAME,
             on_error=lambda error: log.warning("verdict_not_written", error=str(error)),
             on_failure=lambda error: self.inbox.failed("verdict", error),

@@ -246,7 +246,7 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
         table = document.get(tables[0], {}) if tables else document
         if isinstance(table, dict) and key in table and table.pop(key) != constant:
             raise StepkeeperError(
-                f"{name}: `{'.'.join((*tables, key))}` is a constant since 0.2: {json.dumps(constant)}; leave it out",
+                f"{name}: `{'.'.join((*tables, key))}` is a constant since 1.0: {json.dumps(constant)}; leave it out",
                 ExitCode.USAGE,
             )
     if document.get("limits") == {}:

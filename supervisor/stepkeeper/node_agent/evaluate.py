@@ -55,7 +55,6 @@ class Evaluation:
         *,
         expected_gpus: int = 0,
         only_pci_prefix: str = "",
-        kernel_log: bool = True,
         gpus: Iterable[tuple[str, str]] = (),
         devices: Callable[[], Iterable[str]] = lambda: (),
     ) -> None:
@@ -65,14 +64,13 @@ class Evaluation:
             catalogue: what codes mean.
             expected_gpus: that the node should have; 0: unknown.
             only_pci_prefix: of the devices that count, and are taken for there, in a test.
-            kernel_log: somebody reads it.
             gpus: address and UUID of those that were there since the boot, or are on the PCI bus.
             devices: asked for the addresses of NVIDIA's devices that are on the PCI bus now.
         """
         self.catalogue = catalogue
         self.health: dict[str, GpuHealth] = {}
         self.driver = ""
-        self.kernel_log = kernel_log  # somebody reads it: what it reports may come later than NVML's report
+        self.kernel_log = True  # somebody reads it: what it reports may come later than NVML's report
         self._silent: dict[str, _Silence] = {}
         self._short_since: float | None = None  # the first of the listings in a row that were too short
         self._short_reported = False
@@ -130,7 +128,7 @@ class Evaluation:
 
     def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
         if driver_loaded(record.text):
-            loaded = on.GpusReset(at=record.at, why="the driver was loaded anew, which sets up every GPU")
+            loaded = on.GpusReset(at=record.at, why="the driver was loaded again, which resets every GPU")
             return [] if self._prefix or record.sequence < 0 else [loaded]
         if (report := parse(record.text)) is None:
             found = announcement(record.text)

@@ -260,34 +260,3 @@ def _comes_back(drain: Drain) -> str:
     if drain.slurm_returns and drain.repair is Repair.REBOOT:
         return "rebooted, and returned by Slurm itself; the checks are under way"
     return ""
-
-
-class VerdictWriter:
-    """Writes the newest verdict on a thread of its own: a slow disk delays no drain."""
-
-    def __init__(
-        self, path: Path, *, on_error: Callable[[OSError], None], on_failure: Callable[[BaseException], object]
-    ) -> None:
-        """`on_failure` gets a mistake of ours: the next verdict is written all the same."""
-        self._path = path
-        self._on_error = on_error
-        self._on_failure = on_failure
-        self._changed = threading.Event()
-        self._newest: Verdict | None = None
-        threading.Thread(target=self._write_on, name="verdict", daemon=True).start()
-
-    def show(self, verdict: Verdict) -> None:
-        """Hand over the newest verdict; returns at once."""
-        self._newest = verdict
-        self._changed.set()
-
-    def _write_on(self) -> None:
-        while True:
-            self._changed.wait()
-            self._changed.clear()
-            try:
-                write_atomically(self._path, msgspec.json.encode(self._newest) + b"\n", mode=0o644)
-            except OSError as error:
-                self._on_error(error)
-            except Exception as error:  # noqa: BLE001 - reported
-                self._on_failure(error)

@@ -145,7 +145,7 @@ class _Child:
         self._rest = rest if len(rest) <= readings.LINE_BYTES_MAX else b""
         for line in lines:
             try:
-                yield readings.decode_nvml(line)
+                yield readings.decoder.decode(line)
             except readings.UNREADABLE:  # a library's own words on standard output: for people
                 self.words = (self.words + line + b"\n")[-STDERR_BYTES:]
 

@@ -135,17 +135,13 @@ FromChild = Reading | Begins
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
+decoder: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
+"""Of a line; raises one of `UNREADABLE`."""
 
 
 def encode(message: FromChild) -> bytes:
     """Return the line."""
     return _encoder.encode(message) + b"\n"
-
-
-def decode_nvml(line: bytes) -> FromChild:
-    """Parse a line.  Raises one of `UNREADABLE`."""
-    return _decoder.decode(line)
 
 
 # A sensor on a thread of its own, which a pipe wakes to stop: it waits for that beside whatever else it waits for.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO, assert_never, cast
+from typing import assert_never
 
 import msgspec
 import structlog
@@ -17,7 +17,6 @@ import structlog
 from stepkeeper import __version__, loop_tools
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.log import PatientStream
 from stepkeeper.node_agent import evaluate, kernel
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -30,13 +29,10 @@ from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
 from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
-from stepkeeper.redaction import redact
-from stepkeeper.slurm.client import JobsHere, NodeFacts, SlurmError
+from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
-# The log: JSON lines with constant event names; below systemd each with its priority (sd-daemon(3)).
-
-PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+# The log: JSON lines with constant event names; below systemd each with its priority.
 
 
 def stdout_is_journal() -> bool:
@@ -49,27 +45,6 @@ def stdout_is_journal() -> bool:
     except (OSError, ValueError):
         return False
     return (device, inode) == (str(status.st_dev), str(status.st_ino))
-
-
-def configure_log(stream: PatientStream, *, journal: bool, **static: str) -> structlog.typing.FilteringBoundLogger:
-    """Set up the log and return the logger.  `static` keys stand in every line."""
-
-    def render(_: Any, __: str, event: structlog.typing.EventDict) -> str:
-        """Put what a reader looks for first in front."""
-        level = str(event.get("level", "info"))
-        first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
-        rest = {key: redact(value) if isinstance(value, str) else value for key, value in event.items()}
-        line = cast("str", json(None, "", {**first, **static, **rest}))
-        return f"<{PRIORITIES.get(level, 6)}>{line}" if journal else line
-
-    json = structlog.processors.JSONRenderer(sort_keys=False)
-    structlog.configure(
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True), render],
-        wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
-        cache_logger_on_first_use=True,
-    )
-    return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger())
 
 
 # Words to systemd, the only place that imports `sdnotify`.  Without NOTIFY_SOCKET they go nowhere.
@@ -298,50 +273,35 @@ class Acts:
                 assert_never(effect)
 
     def _list_jobs(self, effect: ListJobs) -> None:
-        def work() -> None:
-            try:
-                here, error = self._client.jobs_here(self._node), ""
-            except WRONG as failure:
-                here, error = JobsHere(), str(failure)
-            self._inbox.put(
-                on.JobsListed(at=self._now(), incident=effect.incident, jobs=here.jobs, uids=here.uids, error=error)
-            )
+        def act() -> on.JobsListed:
+            here = self._client.jobs_here(self._node)
+            return on.JobsListed(at=self._now(), incident=effect.incident, jobs=here.jobs, uids=here.uids)
 
-        self._inbox.run_optional(
-            "jobs", work, answer=lambda error: on.JobsListed(at=self._now(), incident=effect.incident, error=error)
-        )
+        def failed(error: str) -> on.JobsListed:
+            return on.JobsListed(at=self._now(), incident=effect.incident, error=error)
+
+        self._inbox.ask("jobs", act, failed, expected=WRONG)
 
     def _ask_nodes(self, effect: AskNodes) -> None:
-        def work() -> None:
-            nodes: tuple[NodeFacts, ...] = ()
-            error, began, size = "", time.monotonic(), 0
-            try:
-                nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
-            except WRONG as failure:
-                error = str(failure)
+        began = time.monotonic()
+
+        def failed(error: str) -> on.NodesAnswered:
+            took_s = time.monotonic() - began
+            return on.NodesAnswered(at=self._now(), call=effect.call, alone=effect.alone, took_s=took_s, error=error)
+
+        def act() -> on.NodesAnswered:
+            size = 0
+            nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             took_s = time.monotonic() - began
             if effect.alone and nodes and took_s >= effect.crowded_s:
                 size = self._cluster_size()
             own = next((each for each in nodes if each.name == self._node), None)
             if own is not None and (error := self._mistaken(own)):
-                nodes = ()  # nothing may be done to another machine's node
-            self._inbox.put(
-                on.NodesAnswered(
-                    at=self._now(),
-                    call=effect.call,
-                    nodes=nodes,
-                    alone=effect.alone,
-                    took_s=took_s,
-                    cluster_size=size,
-                    error=error,
-                )
-            )
+                return failed(error)  # nothing may be done to another machine's node
+            at, alone = self._now(), effect.alone
+            return on.NodesAnswered(at=at, call=effect.call, nodes=nodes, alone=alone, took_s=took_s, cluster_size=size)
 
-        self._inbox.run_optional(
-            "slurm",
-            work,
-            answer=lambda error: on.NodesAnswered(at=self._now(), call=effect.call, alone=effect.alone, error=error),
-        )
+        self._inbox.ask("slurm", act, failed, expected=WRONG)
 
     def _cluster_size(self) -> int:
         try:
@@ -350,31 +310,28 @@ class Acts:
             return 0  # not known: Slurm is taken for busy, as it seemed
 
     def _check_node(self, effect: CheckNode) -> None:
-        def work() -> None:
+        def act() -> on.CallAnswered:
             found = self._check()
-            self._inbox.put(on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked))
+            return on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked)
 
-        self._inbox.run_optional("check", work, answer=lambda error: self._answered(effect.call, error))
+        self._inbox.ask("check", act, lambda error: self._answered(effect.call, error))
 
     def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
         """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
 
-        def error() -> str:
+        def called() -> str:
             if noted and (problem := self._noted()):
                 return problem
-            try:
-                act()
-            except WRONG as failure:
-                return str(failure)
+            act()
             return ""
 
-        self._answer(number, "slurm", error)
+        self._answer(number, "slurm", called)
 
     def _answer(self, number: int, name: str, act: Callable[[], str]) -> None:
-        def work() -> None:
-            self._inbox.put(self._answered(number, act()))
+        def failed(error: str) -> on.CallAnswered:
+            return self._answered(number, error)
 
-        self._inbox.run_optional(name, work, answer=lambda error: self._answered(number, error))
+        self._inbox.ask(name, lambda: failed(act()), failed, expected=WRONG)
 
     def _answered(self, number: int, error: str) -> on.CallAnswered:
         return on.CallAnswered(at=self._now(), call=number, error=error)

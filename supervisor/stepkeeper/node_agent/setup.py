@@ -199,7 +199,7 @@ def _node(config: NodeConfig, facts: Facts) -> Iterator[Finding]:
             level=Level.WARNING,
             subject="Slurm",
             found=facts.slurm_error,
-            means="nothing can be drained until slurmctld answers; the agent goes on trying",
+            means="nothing can be drained until slurmctld answers; the agent keeps trying",
             remedy="`scontrol ping` shows whether slurmctld is up",
         )
     else:

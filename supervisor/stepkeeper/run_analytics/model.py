@@ -60,12 +60,12 @@ class Use(StrEnum):
 _MEANINGS = {
     Use.PRODUCTIVE: "steps that count: no later launch did them again",
     Use.LOST: "steps that were redone, or would have to be, and the step that an end cut off",
-    Use.SAVING: "training stood still, or was slowed, for a checkpoint",
+    Use.SAVING: "training waited, or was slowed, for a checkpoint",
     Use.STARTING: "watchers, checkpoint, nodes, processes, loading, up to the first step",
     Use.STOPPING: "ranks leave, the checkpoint is read back, the job is requeued",
     Use.HUNG: "no step, no save, and nobody had acted yet",
-    Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host stood still",
-    Use.QUEUE: "between two attempts: in Slurm's queue, or nobody was in charge",
+    Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host did not run",
+    Use.QUEUE: "between two attempts: in Slurm's queue, or no supervisor ran",
     Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
     Use.SPARE: "nodes that were held and took no part: no time of the clock",
 }

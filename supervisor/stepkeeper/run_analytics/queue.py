@@ -151,7 +151,7 @@ def words(queued: Queued, now: float) -> str:
         return f"job {queued.job} is not in the queue any more: `sacct -j {queued.job}` shows how it ended"
     said = f"job {queued.job} is {queued.state}" + (f" ({queued.reason})" if queued.reason else "")
     if is_over(queued):
-        return f"{said}: nothing goes on without you"
+        return f"{said}: it does not continue without you"
     if "held" in queued.reason.lower():
         who = "an administrator does" if "admin" in queued.reason.lower() else "somebody does"
         return f"{said}: it waits until {who} `scontrol release {queued.job}`"

@@ -206,10 +206,7 @@ def _add_rescues(run: RunDirectory, said: history.History) -> None:
 
 
 def _updated_at(run: RunDirectory) -> int | None:
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        return None  # a status that is none says nothing; the journal counts
+    status = status_file.known(run.status)  # one that is none says nothing; the journal counts
     return micro(status_file.heard_at(status)) if status is not None else None
 
 

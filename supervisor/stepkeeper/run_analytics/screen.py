@@ -67,10 +67,7 @@ def glance(run: RunDirectory) -> Glance:
     Raises:
         OSError: a file is there and cannot be read.
     """
-    try:
-        status = status_file.read(run.status)
-    except msgspec.MsgspecError:
-        status = None
+    status = status_file.known(run.status)
     decisions: list[Record] = []
     since: float | None = None
     phase_over = False

@@ -107,14 +107,6 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "stepkeeper"
     sys_version = ""
 
-    def do_GET(self) -> None:
-        """Answer."""
-        self.answer()
-
-    def answer(self) -> None:
-        """Answer a GET."""
-        raise NotImplementedError
-
     def say(self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Answer."""
         self.send_response(status)
@@ -166,7 +158,7 @@ class Port:
 class _Metrics(Handler):
     metrics: Callable[[], str]
 
-    def answer(self) -> None:
+    def do_GET(self) -> None:
         """Answer."""
         if self.path.partition("?")[0] != "/metrics":
             self.say(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"the metrics are at /metrics\n")

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -27,18 +26,16 @@ import msgspec
 from stepkeeper import __version__
 from stepkeeper.cli import printing
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.run_analytics import progress, reading, serving
+from stepkeeper.run_analytics import reading, serving
 from stepkeeper.run_analytics.follow import Look, leaving
 from stepkeeper.run_analytics.model import micro
 from stepkeeper.run_analytics.nodes import Node
 from stepkeeper.run_analytics.report import live, page
 from stepkeeper.run_analytics.report.page import About
-from stepkeeper.run_analytics.screen import Glance, is_over
+from stepkeeper.run_analytics.screen import Glance
 from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store.paths import RunDirectory
-from stepkeeper.run_store.status import is_silent
 
 ADDRESS = "127.0.0.1"
 HOSTS = frozenset((ADDRESS, "localhost", "::1"))  # as a browser may name this machine, by a tunnel too
@@ -48,7 +45,6 @@ WHOLE_EVERY_S = 2.0
 WHOLE_TIMES = 20  # no more than a twentieth of the time is spent on the whole run
 DIGITS_MAX = 18  # of a version
 FORWARDED_PORT = 8265  # of the reader's own computer, where the server has a socket
-LISTED_MAX = 200  # of each list of `data.json`, the newest
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": page.policy(live.SCRIPTS) + "; frame-ancestors 'none'",
@@ -91,17 +87,8 @@ class Watched:
             parts = {
                 name: self._parts[name] for name, at in self._changed.items() if at > since or since > self._version
             }
-            news = {"version": self._version, "problem": self._problem(), "parts": parts}
-            return _json(news)
-
-    def data(self) -> bytes:
-        """Return the figures, for programs."""
-        self._renew()
-        with self._changing:
-            return _json(self._document(time.time()))
-
-    def _problem(self) -> str:
-        return "; ".join(dict.fromkeys(self._problems.values()))
+            problem = "; ".join(dict.fromkeys(self._problems.values()))
+            return json.dumps({"version": self._version, "problem": problem, "parts": parts}).encode()  # in ASCII
 
     def _renew(self) -> None:
         """Read anew what is due.  While one caller reads the whole run, the others see the one before."""
@@ -154,46 +141,6 @@ class Watched:
             self._parts.update(changed)
             self._changed.update(dict.fromkeys(changed, self._version))
 
-    def _document(self, now: float) -> dict[str, Any]:
-        seen, status = self._glance, self._glance.status
-        silent = status is not None and is_silent(status, now)
-        left_s = progress.seconds_left(status, seen.rows) if status is not None else None
-        works = status is not None and status.phase == Phase.TRAINING and not silent
-        report = page.for_programs(self._timeline, str(self._run.path), self._about.started) if self._timeline else None
-        return {
-            "run_directory": str(self._run.path),
-            "at": now,
-            "over": is_over(seen),
-            "problem": self._problem() or None,
-            "status": msgspec.to_builtins(status),
-            "silent": silent,
-            "phase_since": seen.phase_since,
-            "progress": progress.share(status) if status is not None else None,
-            "pace_s": progress.pace(seen.rows),
-            "seconds_left": left_s,
-            "done_at": now + left_s if left_s is not None and works else None,
-            "waiting": msgspec.to_builtins(seen.waiting),
-            "queue": msgspec.to_builtins(seen.queued),
-            "nodes": [
-                {**msgspec.to_builtins(each), "ended": [{"rank": rank, "how": how} for rank, how in each.ended.items()]}
-                for each in self._nodes
-            ],
-            "decisions": [
-                {
-                    "at": record.event.at,
-                    "attempt": record.attempt,
-                    "launch": record.launch,
-                    "phase": record.phase.value,
-                    "why": record.why,
-                }
-                for record in seen.decisions
-            ],
-            "report": {
-                name: value[-LISTED_MAX:] if isinstance(value, list) else value
-                for name, value in (report or {}).items()
-            },
-        }
-
 
 def _ranks_each(started: Sequence[reading.Started]) -> int | None:
     """Return how many ranks the newest attempt's settings put on a node; None where they leave that to Slurm."""
@@ -209,16 +156,11 @@ def _encoded(document: str) -> bytes:
     return document.encode("utf-8", errors="replace")
 
 
-def _json(document: dict[str, Any]) -> bytes:
-    """Return JSON in ASCII: a file name that is no UTF-8 has surrogates."""
-    return json.dumps(document, allow_nan=False).encode()
-
-
 class _Handler(serving.Handler):
     watched: Watched
     token: bytes
 
-    def answer(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - as the base class names it
         """Answer who may ask."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or _name_of(hosts[0]) not in HOSTS:
@@ -236,10 +178,8 @@ class _Handler(serving.Handler):
                 self._say("text/html; charset=utf-8", self.watched.html())
             case "page.json":
                 self._say("application/json", self.watched.news(_version(asked.query)))
-            case "data.json":
-                self._say("application/json", self.watched.data())
             case _:
-                self._refuse(HTTPStatus.NOT_FOUND, "there are the page itself, page.json and data.json")
+                self._refuse(HTTPStatus.NOT_FOUND, "there are the page itself and page.json")
 
     def _say(self, kind: str, body: bytes) -> None:
         self.say(HTTPStatus.OK, kind, body, HEADERS)
@@ -326,5 +266,5 @@ def _how_to_open(server: serving.Server, token: str) -> list[str]:
         "",
         "Anyone with this URL can read the page. From another computer, first run:",
         f"    ssh -N -L {shlex.quote(way)} {there}",
-        "Ctrl-C ends it; the run goes on.",
+        "Ctrl-C ends it; the run continues.",
     ]

@@ -38,7 +38,7 @@ def take(run_directory: Path, wanted: Lease, *, job_runs: Callable[[int], bool])
             if held.epoch > wanted.epoch:
                 raise StepkeeperError(
                     f"{run_directory}: job {held.job_id} (restart {held.restart_count}) took this run over "
-                    f"after job {wanted.job_id}; submit a new job to go on with it",
+                    f"after job {wanted.job_id}; submit a new job to continue it",
                     ExitCode.SUPERSEDED,
                 )
             if held.epoch == wanted.epoch and held.pid != wanted.pid and not _is_gone(held, wanted):

@@ -11,13 +11,15 @@ import csv
 import errno
 import math
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from stepkeeper.redaction import redact
+from stepkeeper_trainer.formats.durable import write_atomically
 from stepkeeper_trainer.formats.plain import open_plain
 
 LINE_BYTES_MAX = 1024 * 1024
@@ -154,6 +156,52 @@ def _harmless(value: Any) -> Any:
             return value
 
 
+class NewestWriter:
+    """Writes the newest version of a small file on a thread of its own: slow storage delays nobody."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_error: Callable[[OSError], None],
+        on_failure: Callable[[BaseException], object],
+        every_s: float = 0.0,
+    ) -> None:
+        """Write no more often than `every_s`; `on_failure` gets a mistake of ours."""
+        self._path, self._every_s = path, every_s
+        self._on_error, self._on_failure = on_error, on_failure
+        self._newest: msgspec.Struct | None = None
+        self._changed, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._write, name=path.stem, daemon=True)
+        self._thread.start()
+
+    def show(self, newest: msgspec.Struct) -> None:
+        """Hand over the newest version; returns at once."""
+        self._newest = newest
+        self._changed.set()
+
+    def close(self, last: msgspec.Struct, within_s: float) -> None:
+        """Write the last version, if the storage takes it in time."""
+        self._closing.set()
+        self.show(last)
+        self._thread.join(within_s)
+
+    def _write(self) -> None:
+        while self._changed.wait():
+            self._changed.clear()
+            last, newest = self._closing.is_set(), self._newest
+            try:
+                if newest is not None:
+                    write_atomically(self._path, encode(newest) + b"\n", mode=0o644)
+            except OSError as error:
+                self._on_error(error)
+            except Exception as error:  # noqa: BLE001 - handed over
+                self._on_failure(error)
+            if last:
+                return
+            self._closing.wait(self._every_s)
+
+
 # `metrics.csv`, from its end: how far a launch came, and what the losses were.
 
 METRICS_NAME = "metrics.csv"
@@ -191,7 +239,7 @@ def ended_at(run: Path, attempt: int, launch: int) -> Ended | None:
     return Ended(step, wrong) if step is not None else None
 
 
-def losses_before(run: Path, most: int = LOSSES_MAX) -> tuple[tuple[int, float], ...]:
+def losses_before(run: Path) -> tuple[tuple[int, float], ...]:
     """Return steps and losses of the newest state, oldest first: at most so many, spread over the end of the file.
 
     Steps that were done again count once, as they were done last.  What cannot be read says nothing: the loss watch
@@ -208,7 +256,7 @@ def losses_before(run: Path, most: int = LOSSES_MAX) -> tuple[tuple[int, float],
             continue
         if not found or step < found[-1][0]:  # else it was done again later
             found.append((int(step), loss))
-    every = max(1, -(-len(found) // most))
+    every = max(1, -(-len(found) // LOSSES_MAX))
     return tuple(reversed(found[::every]))
 
 

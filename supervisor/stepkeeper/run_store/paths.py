@@ -333,7 +333,7 @@ def kept(directory: Path, *, wanted: bool, every_s: float = EVERY_S) -> Iterator
 FAILED_NAME = "failed"
 ERRORS_NAME = "errors"  # directory: torch's error files, one a rank
 STACKS_NAME = collectives.STACKS_DIRECTORY  # of ranks that stood still
-KEPT_MAX = 20
+KEPT_MAX = 20  # launches whose logs stay whether they failed or not
 SUPERVISOR_NAME = "supervisor.jsonl"
 
 
@@ -356,22 +356,15 @@ def mark_failed(logs: Path, why: str) -> None:
     (logs / FAILED_NAME).write_text(why + "\n", encoding="utf-8")
 
 
-def prune_logs(logs: Path, *, kept_max: int = KEPT_MAX) -> list[Path]:
-    """Remove the logs of launches that ended as intended, but for the newest ones; return what was removed.
-
-    Args:
-        logs: the `logs/` directory of a run.
-        kept_max: launches that are kept whether they failed or not.
+def prune_logs(logs: Path) -> None:
+    """Remove the logs of launches that ended as intended, but for the newest ones.
 
     Raises:
         OSError: something could not be listed or removed.
     """
     launches = sorted(logs.glob("attempt-*/launch-*"), key=lambda path: (path.parent.name, path.name))
-    removed = []
-    for launch in launches[: max(0, len(launches) - kept_max)]:
+    for launch in launches[: max(0, len(launches) - KEPT_MAX)]:
         if not launch.is_symlink() and not (launch / FAILED_NAME).exists():
             shutil.rmtree(launch)
-            removed.append(launch)
             if not any(launch.parent.iterdir()):
                 launch.parent.rmdir()
-    return removed

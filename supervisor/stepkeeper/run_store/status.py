@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,8 +10,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, State
-from stepkeeper.run_store import lines
-from stepkeeper_trainer.formats.durable import write_atomically
+from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.formats.plain import read_plain
 
 ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
@@ -56,7 +53,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_LIBRARY = (
     "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
-    "has the script save by a signal and starts it again; what it goes on from is its own"
+    "has the script save by a signal and starts it again; where it resumes is up to the script"
 )
 
 
@@ -66,10 +63,7 @@ def is_over(path: Path) -> bool:
     Raises:
         OSError: the file is there and cannot be read.
     """
-    try:
-        status = read(path)
-    except msgspec.MsgspecError:
-        return False  # of a newer version: it cannot be known
+    status = known(path)
     return status is not None and status.phase == Phase.DONE and status.exit_code != ExitCode.REQUEUED
 
 
@@ -115,45 +109,6 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
     return found
 
 
-class StatusWriter:
-    """Writes the newest status on a thread of its own, no more often than `every_s`."""
-
-    def __init__(self, path: Path, *, every_s: float, on_error: Callable[[OSError], None]) -> None:
-        self._path = path
-        self._every_s = every_s
-        self._on_error = on_error
-        self._newest: Status | None = None
-        self._changed = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="status", daemon=True)
-        self._thread.start()
-
-    def show(self, status: Status) -> None:
-        """Hand over the newest status; returns at once."""
-        self._newest = status
-        self._changed.set()
-
-    def close(self, status: Status, within_s: float) -> None:
-        """Write the last status, if the storage takes it in time."""
-        self._closing.set()
-        self.show(status)
-        self._thread.join(within_s)
-
-    def _write(self) -> None:
-        while True:
-            self._changed.wait()
-            self._changed.clear()
-            last, status = self._closing.is_set(), self._newest
-            try:
-                if status is not None:
-                    write_atomically(self._path, lines.encode(status), mode=0o644)
-            except OSError as error:
-                self._on_error(error)
-            if last:
-                return
-            self._closing.wait(self._every_s)
-
-
 def read(path: Path) -> Status | None:
     """Return the status; None where there is none.
 
@@ -169,3 +124,27 @@ def read(path: Path) -> Status | None:
         return msgspec.json.decode(data, type=Status)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(str(error)) from error
+
+
+def known(path: Path) -> Status | None:
+    """Return the status; None where there is none that this version can read.  Raises OSError, as `read`."""
+    try:
+        return read(path)
+    except msgspec.MsgspecError:
+        return None
+
+
+def require(path: Path) -> Status | None:
+    """Return the status; None where there is none.
+
+    Raises:
+        OSError: as `read`.
+        StepkeeperError: it is no status.
+    """
+    try:
+        return read(path)
+    except msgspec.MsgspecError as error:
+        raise StepkeeperError(
+            f"{path}: not a status: {error}; the journal tells more: `stepkeeper events {path.parent}`",
+            ExitCode.RUN_DIRECTORY,
+        ) from error

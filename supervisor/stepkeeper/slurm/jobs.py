@@ -207,7 +207,7 @@ class SlurmCommands:
                 if error.unreachable:
                     raise
                 by_hand = redact(planned.command(number, run_directory))
-                raise SlurmError(f"{error}; to go on by hand: {by_hand}") from error
+                raise SlurmError(f"{error}; to continue by hand: {by_hand}") from error
         return Resubmitted(job_id=parse_submitted(said), unknown=planned.unknown)
 
     def exclude(self, job: str, nodes: Sequence[str]) -> None:

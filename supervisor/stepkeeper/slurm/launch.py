@@ -91,18 +91,14 @@ def _cpus(geometry: Geometry) -> list[str]:
     return [f"--cpus-per-task={geometry.cpus_per_task}"] if geometry.cpus_per_task else []
 
 
+# of every Slurm step of ours, beside others, and stopped by us alone: when a rank dies, the others may still finish the
+# commit in flight
+_BESIDE = ("--overlap", "--mem=0", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+
+
 def _beside(name: str) -> list[str]:
     """What a step of ours beside the training needs; see `watcher_argv`."""
-    return [
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--input=all",
-        f"--job-name={name}",
-    ]
+    return [*_BESIDE, "--cpu-bind=none", "--input=all", f"--job-name={name}"]
 
 
 def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
@@ -111,21 +107,8 @@ def own_srun_argv(line: Sequence[str], log_pattern: str) -> list[str]:
 
 
 def _step_options(log_pattern: str) -> list[str]:
-    """What every training step needs: beside the watchers, and stopped by us alone.
-
-    `--kill-on-bad-exit=0`: when a rank dies, the others may still finish the commit in flight.
-    """
-    return [
-        "--overlap",
-        "--mem=0",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--input=none",
-        "--label",
-        f"--output={log_pattern}",
-        "--open-mode=append",
-    ]
+    """What every training step needs."""
+    return [*_BESIDE, "--input=none", "--label", f"--output={log_pattern}", "--open-mode=append"]
 
 
 # What our Slurm steps inherit: the job's identity, never a geometry that was meant for another srun.

@@ -197,7 +197,7 @@ def doubts(command: Sequence[str], found: Found, *, append: bool | None) -> Doub
     if found.no_way:
         no_way = (
             f"{found.no_way}: it starts from the beginning in each attempt, and every requeue loses all its work; see "
-            "`Adopting the trainer library` in the README"
+            "docs/tutorials/own-loop.md, or the guide of your framework in docs/frameworks.md"
         )
     return Doubts(no_place=no_place, unknown=unknown, no_way=no_way)
 
@@ -305,7 +305,7 @@ def of_python(name: str, text: str) -> Found:
     takes = _takes_resume(text)
     knows = takes or _ANY_OPTION in text
     strict = f"{name} reads its options and knows no {cmd.RESUME_OPTION}"
-    no_way = f"{name} trains, and nothing in it goes on from a checkpoint"
+    no_way = f"{name} trains, and nothing in it resumes from a checkpoint"
     return Found(
         takes=takes,
         strict=strict if _STRICT_OPTIONS.search(text) and not knows else "",

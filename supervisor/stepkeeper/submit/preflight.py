@@ -63,7 +63,7 @@ def busy(directory: Path, client: Slurm) -> str:
         return ""  # a job that Slurm has forgotten
     if state is JobState.PENDING:
         return (
-            f"job {held.job_id} waits in the queue to go on with this run, and only one of the two will: "
+            f"job {held.job_id} waits in the queue to continue this run, and only one of the two will: "
             f"scancel {held.job_id}, if the new one shall"
         )
     if state is JobState.ENDED:

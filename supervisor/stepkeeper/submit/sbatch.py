@@ -137,7 +137,7 @@ def render(wanted: Wanted) -> str:
             *lines,
             "# Slurm, and the supervisor, may put the job back into the queue.",
             "#SBATCH --requeue",
-            "# A lost node does not end the job: the watchers on the others see to it that it goes on.",
+            "# A lost node does not end the job: the watchers on the others keep it running.",
             "#SBATCH --no-kill",
             "# Each attempt appends to the log of those before.",
             "#SBATCH --open-mode=append",

@@ -316,7 +316,7 @@ class Play:
         if not training:
             raise StepkeeperError(f"job {job}: squeue shows no step of the training: {steps}", ExitCode.SITE_UNFIT)
         self._call("scancel", "--signal=KILL", training[-1])
-        self._say(f"at step {self._step()}: killed all ranks (kill -9): it must go on in the same allocation")
+        self._say(f"at step {self._step()}: killed all ranks (kill -9): it must continue in the same allocation")
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():

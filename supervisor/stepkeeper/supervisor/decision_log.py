@@ -13,9 +13,11 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.state import State
+from stepkeeper.loop_tools import reraise
 from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import JournalWriter
+from stepkeeper.run_store.lines import NewestWriter
 from stepkeeper.run_store.recorder import Recorder
 
 STATUS_EVERY_S = 2.0
@@ -45,10 +47,11 @@ class DecisionLog:
         self._progress_at = 0.0  # when the next progress is logged
         self._fenced = False  # a newer attempt writes the status
         self._journal_failed = ""
-        self._status_writer = status_file.StatusWriter(
+        self._status_writer = NewestWriter(
             status_path,
             every_s=STATUS_EVERY_S,
             on_error=lambda error: log.warning("status_not_written", error=str(error)),
+            on_failure=reraise,
         )
 
     def decided(self, before: State, event: on.Event, decision: Decision) -> None:

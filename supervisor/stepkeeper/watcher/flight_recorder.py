@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from stepkeeper.watcher import kernel
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.plain import DecodeError
 
@@ -21,8 +22,7 @@ AGAIN_S = 1.0  # a signal that met another one's handler was dropped
 Stamp = tuple[int, int]
 
 
-def catches(pid: int, number: int) -> bool:
-    """Tell whether a process handles a signal: it would end any other."""
+def _catches(pid: int, number: int) -> bool:
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -54,7 +54,7 @@ class FlightRecorderRequest:
         self._until = clock() + within_s
         self._files = {rank: collectives.file(directory, rank) for rank in pids}
         self._before = {rank: _stamp(path) for rank, path in self._files.items()}
-        self._pids = {rank: pid for rank, pid in pids.items() if catches(pid, collectives.SIGNAL) and _signal(pid)}
+        self._pids = {rank: pid for rank, pid in pids.items() if ask(pid, collectives.SIGNAL)}
 
     def take(self) -> dict[int, tuple[collectives.Place, ...]]:
         """Return what the ranks have written, and wait for the others only as long as they may still write."""
@@ -64,7 +64,7 @@ class FlightRecorderRequest:
             if self._clock() >= again_at:
                 again_at = self._clock() + AGAIN_S
                 for rank in silent:
-                    _signal(self._pids[rank])
+                    ask(self._pids[rank], collectives.SIGNAL)
         found = {}
         for rank in self._pids:
             account = self._read(rank)
@@ -73,7 +73,8 @@ class FlightRecorderRequest:
         return found
 
     def _may_write(self, rank: int) -> bool:
-        return _stamp(self._files[rank]) == self._before[rank] and _runs(self._pids[rank])
+        """Tell whether a rank has written nothing and can: it is neither gone nor stopped, nor stuck in the kernel."""
+        return _stamp(self._files[rank]) == self._before[rank] and kernel.state_of(self._pids[rank]) in ("R", "S")
 
     def _read(self, rank: int) -> collectives.Account | None:
         path = self._files[rank]
@@ -97,17 +98,12 @@ def _stamp(path: Path) -> Stamp | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _runs(pid: int) -> bool:
-    """Tell whether a process can write at all: it is neither gone nor stopped, nor stuck in the kernel."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("R", "S")
-    except (OSError, IndexError):
+def ask(pid: int, number: int) -> bool:
+    """Send a signal to a process that handles it: it would end any other.  Return whether it was sent."""
+    if not _catches(pid, number):
         return False
-
-
-def _signal(pid: int) -> bool:
     try:
-        os.kill(pid, collectives.SIGNAL)
+        os.kill(pid, number)
     except OSError:
         return False
     return True

@@ -10,13 +10,13 @@ import contextlib
 import os
 import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from stepkeeper.loop_tools import thread
 from stepkeeper.node_agent.core import events as agent
 from stepkeeper.node_agent.core import incidents
 from stepkeeper.node_agent.core.state import Incident, Policy, State
@@ -59,7 +59,7 @@ class OwnSensors:
         self._kernel_log = KernelLog(self._take, on_failure=self._failed)
         self._nvml = NvmlProcess(self._take, health_every_s=HEALTH_EVERY_S, on_failure=self._failed)
         self._evidence = EvidenceReader(self._take, on_failure=self._failed)
-        threading.Thread(target=self._guarded, name="own-senses", daemon=True).start()
+        thread("own-senses", self._run, self._failed).start()  # the job continues without these sensors
         self._kernel_log.start()
         self._nvml.start()
         self._evidence.start()
@@ -80,12 +80,6 @@ class OwnSensors:
                 self._readings.put_nowait(reading)
             except queue.Full:
                 return  # a storm: what drains a node is said again and again
-
-    def _guarded(self) -> None:
-        try:
-            self._run()
-        except Exception as error:  # noqa: BLE001 - reported: the job continues without these sensors
-            self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
         self._say(bus.Note(node=self._node, text=shorten(f"hardware faults are not received any more: {error!r}")))

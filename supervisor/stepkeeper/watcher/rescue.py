@@ -33,7 +33,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a rescue."""
 
     done: bool  # nothing more to do
-    left: bool = False  # the run goes on without this node: nothing of it may run here
+    left: bool = False  # the run continues without this node: nothing of it may run here
     unanswered: bool = False  # Slurm did not answer
     why: str
 
@@ -71,7 +71,7 @@ def rescue(  # noqa: C901, PLR0912 - what is looked at, in its order
         carried = journal.reconstruct(run_directory / "journal.jsonl")
         settled = _settled(run_directory, assignment, carried)
         if not settled and _is_left(carried, assignment, node) and time.time() - carried.at < SILENT_S:
-            return Result(done=False, left=True, why="the run goes on without this node")
+            return Result(done=False, left=True, why="the run continues without this node")
         if not asks:
             return Result(done=False, why="the supervisor may only be slow, or cut off from this node")
         job = client.job(assignment.slurm_name)
@@ -163,7 +163,7 @@ def _settled(run_directory: Path, assignment: Assignment, carried: journal.Carri
     """Return why nothing is to be rescued; empty if something is."""
     held = lease.read(run_directory)
     if held is not None and held.epoch > (assignment.job_id, assignment.restart_count):
-        return f"job {held.job_id} (restart {held.restart_count}) goes on with this run"
+        return f"job {held.job_id} (restart {held.restart_count}) continues this run"
     said = records.read_outcome(run_directory)
     if said is not None and said.outcome == "finished":
         return f"the training finished at step {said.step}"
@@ -179,4 +179,4 @@ def _spent(run_directory: Path) -> str:
     count = sum(one.at > newest for one in run_store_lease.read_rescues(run_directory))
     if count < RESCUES_MAX:
         return ""
-    return f"the supervisor died {count} times without a new step directory: a person is needed"
+    return f"the supervisor died {count} times without a new step directory: manual repair is needed"

@@ -226,7 +226,7 @@ class NodeSensors:
         found = self._gpus.concern(pci, uuid, self._processes())
         gpu = " ".join(part for part in (pci, uuid) if part)
         if not found.counts:
-            self._note(f"{name} on {gpu or 'this node'} concerns other jobs, and this one goes on: {found.why}")
+            self._note(f"{name} on {gpu or 'this node'} concerns other jobs, and this one continues: {found.why}")
         elif found.why:
             self._note(f"{name} on {gpu or 'this node'} counts for this job: {found.why}")
         return found.counts

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, catches
+from stepkeeper.watcher.flight_recorder import WITHIN_S, FlightRecorderRequest, ask
 from stepkeeper.watcher.frames import (
     Below,
     Doing,
@@ -137,17 +137,21 @@ class StackTaker:
             ras.look_again()
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
+            families_on = {rank: kernel.of_family(pids[rank]) for rank in families}
+            families_at = time.monotonic()
             slept = {
                 rank: pids[rank]
                 for rank, family in families.items()
                 if kernel.sleeps_again(waited[rank], waits_on[rank])
-                and kernel.family_rests(family, kernel.of_family(pids[rank]), self._apart_s)
+                and kernel.family_rests(family, families_on[rank], self._apart_s)
             }
             second = self._sample(spy, wanted.launch, pids)
             same = {
                 rank: pid for rank, pid in slept.items() if in_own_code(first[rank]) and first[rank] == second[rank]
             }
-            asleep = self._sleep_on(spy, wanted.launch, same, second) if same else frozenset[int]()
+            asleep = frozenset[int]()
+            if same:
+                asleep = self._sleep_on(spy, wanted.launch, same, second, (families_on, families_at))
             stands: dict[int, int] = {}  # pids of ranks that do
             plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
@@ -201,19 +205,23 @@ class StackTaker:
             self._busy.release()
 
     def _sleep_on(
-        self, spy: str | None, launch: int, pids: dict[int, int], before: dict[int, tuple[Frame, ...]]
+        self,
+        spy: str | None,
+        launch: int,
+        pids: dict[int, int],
+        before: dict[int, tuple[Frame, ...]],
+        families: tuple[Mapping[int, kernel.Family | None], float],
     ) -> frozenset[int]:
         """Return the ranks that do nothing but sleep, at the same line: who asks for something in between may go on."""
-        families = {rank: kernel.of_family(pid) for rank, pid in pids.items()}
+        used, used_at = families
         seconds = TRACED_SHARE * self._apart_s
-        begun_at = time.monotonic()
         with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
             traced = dict(zip(pids, threads.map(calls_made, pids.values(), repeat(seconds)), strict=True))
-        took_s = time.monotonic() - begun_at
+        took_s = time.monotonic() - used_at
         slept = {
             rank: pid
             for rank, pid in pids.items()
-            if only_sleeps(traced[rank]) and kernel.family_rests(families[rank], kernel.of_family(pid), took_s)
+            if only_sleeps(traced[rank]) and kernel.family_rests(used[rank], kernel.of_family(pid), took_s)
         }
         third = self._sample(spy, launch, slept)
         return frozenset(rank for rank in slept if third[rank] == before[rank])
@@ -241,8 +249,7 @@ class StackTaker:
             for rank, pid in pids.items()
             if not found.get(rank)
             and kernel.state_of(pid) != "T"  # it would answer when it goes on
-            and catches(pid, collectives.STACKS_SIGNAL)
-            and _signal(pid)
+            and ask(pid, collectives.STACKS_SIGNAL)
         }
         give_up_at = time.monotonic() + DUMP_WITHIN_S
         sizes = dict(begun)
@@ -353,14 +360,6 @@ def _numbers(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
     more = f" and {len(ranks) - RANKS_SHOWN_MAX} others" if len(ranks) > RANKS_SHOWN_MAX else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
-
-
-def _signal(pid: int) -> bool:
-    try:
-        os.kill(pid, collectives.STACKS_SIGNAL)
-    except OSError:
-        return False
-    return True
 
 
 def _size(path: Path) -> int:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
@@ -55,17 +57,10 @@ class ShardReader:
                 self._fail(wanted, repr(error))
 
     def _fail(self, wanted: bus.Read, error: str) -> None:
-        self._say(
-            bus.ShardRead(
-                node=self._node,
-                number=wanted.number,
-                index=wanted.index,
-                of=wanted.of,
-                bytes_read=0,
-                done=True,
-                error=shorten(error),
-            )
-        )
+        self._say(msgspec.structs.replace(self._read_so_far(wanted, 0), done=True, error=shorten(error)))
+
+    def _read_so_far(self, wanted: bus.Read, count: int) -> bus.ShardRead:
+        return bus.ShardRead(node=self._node, number=wanted.number, index=wanted.index, of=wanted.of, bytes_read=count)
 
     def _read(self, wanted: bus.Read) -> None:
         far = _Far()
@@ -89,12 +84,8 @@ class ShardReader:
         if self._is_old(wanted):
             return
         self._say(
-            bus.ShardRead(
-                node=self._node,
-                number=wanted.number,
-                index=wanted.index,
-                of=wanted.of,
-                bytes_read=found.bytes_read,
+            msgspec.structs.replace(
+                self._read_so_far(wanted, found.bytes_read),
                 done=True,
                 problem=shorten(found.problems[0]) if found.problems else "",
                 problems=len(found.problems),
@@ -107,11 +98,7 @@ class ShardReader:
     def _say_how_far(self, wanted: bus.Read, far: _Far, over: threading.Event) -> None:
         """Say it at once, so that the supervisor knows that it arrived, and then every second."""
         while True:
-            self._say(
-                bus.ShardRead(
-                    node=self._node, number=wanted.number, index=wanted.index, of=wanted.of, bytes_read=far.bytes
-                )
-            )
+            self._say(self._read_so_far(wanted, far.bytes))
             if over.wait(SAY_EVERY_S):
                 return
 

@@ -27,6 +27,7 @@ from stepkeeper.node_agent.readings import KernelRecord
 from stepkeeper.node_agent.runtime import Systemd
 from stepkeeper.node_agent.xid import catalogue
 from stepkeeper.node_agent.xid.catalogue import Action, Domain, Kind
+from stepkeeper.run_store.lines import NewestWriter
 
 ACT = Policy(mode=Mode.ACT)
 T = 1_790_000_000.0
@@ -169,8 +170,8 @@ def test_what_is_a_constant_now_is_passed_over_or_refused_with_its_value() -> No
 
     assert config.parse(text.encode(), "x") == config.NodeConfig()
     said = wrong("[limits]\nwatch_s = 60")
-    assert said == "node.toml: `limits.watch_s` is a constant since 0.2: 300.0; leave it out"
-    assert "`nvml` is a constant since 0.2: true" in wrong("nvml = false")
+    assert said == "node.toml: `limits.watch_s` is a constant since 1.0: 300.0; leave it out"
+    assert "`nvml` is a constant since 1.0: true" in wrong("nvml = false")
     assert "`limits` is not known" in wrong("[limits]\nwatsch_s = 60\n")
 
 
@@ -274,7 +275,7 @@ def test_a_mistake_of_ours_in_the_writing_threads_reaches_the_loop(tmp_path: Pat
     book.append(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
-    writer = ledger.VerdictWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
+    writer = NewestWriter(tmp_path / "verdict", on_error=failures.put, on_failure=failures.put)
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failures.get(timeout=WITHIN_S), TypeError)
 
@@ -430,7 +431,7 @@ def test_a_sensor_that_fails_says_so_instead_of_ending_in_silence(tmp_path: Path
 
 def test_a_verdict_that_cannot_be_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
     failed: queue.Queue[BaseException] = queue.Queue()
-    writer = ledger.VerdictWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
+    writer = NewestWriter(tmp_path / "verdict.json", on_error=print, on_failure=failed.put)
 
     writer.show(object())  # type: ignore[arg-type]
     assert isinstance(failed.get(timeout=WITHIN_S), TypeError)

@@ -82,7 +82,7 @@ def _check(trainer: Any) -> None:
         UsageError: what, and what to do.
     """
     args = trainer.args
-    attach = "let the Trainer save by itself under `stepkeeper run --attach auto`"
+    attach = "let the Trainer save its own checkpoints under `stepkeeper run --attach auto`"
     refuse(
         [
             (trainer.is_deepspeed_enabled, "DeepSpeed, which holds the state itself", attach),
@@ -91,7 +91,7 @@ def _check(trainer: Any) -> None:
             (args.load_best_model_at_end, "load_best_model_at_end, which reads checkpoint-* directories",
              'set it to False and give retention="best eval_loss 1": `checkpoints export` makes safetensors of it'),
             (args.save_only_model, "save_only_model, from which nothing resumes", "set it to False"),
-            (args.auto_find_batch_size, "auto_find_batch_size, which begins anew", "set per_device_train_batch_size"),
+            (args.auto_find_batch_size, "auto_find_batch_size, which starts over", "set per_device_train_batch_size"),
             (args.ignore_data_skip, "ignore_data_skip, which trains on the same data again", "set it to False"),
             (args.push_to_hub and str(args.hub_strategy.value) != "end", f"hub_strategy={args.hub_strategy.value!r}",
              'set hub_strategy="end"'),

@@ -211,7 +211,7 @@ def _check(trainer: Any, module: Any) -> None:
     refuse(
         [
             (kind not in STRATEGIES, f"{kind}, which holds the state itself",
-             f"use {', '.join(STRATEGIES)}, or let Lightning save by itself under `stepkeeper run --attach auto`"),
+             f"use {', '.join(STRATEGIES)}, or let Lightning save its own under `stepkeeper run --attach auto`"),
             (not module.automatic_optimization, "manual optimization, which counts steps otherwise",
              "call CheckpointManager in it yourself"),
             (trainer.reload_dataloaders_every_n_epochs > 0, "reload_dataloaders_every_n_epochs", "set it to 0"),

@@ -48,7 +48,7 @@ def check_version(distributions: tuple[str, ...], since: tuple[int, ...], before
         low, high = (".".join(map(str, each)) for each in (since, before))
         raise UsageError(
             f"{name} {version}: checkpoints can be ours with {name} from {low} to before {high}; install one of those, "
-            "or let it save by itself under `stepkeeper run --attach auto`"
+            "or let it save its own checkpoints under `stepkeeper run --attach auto`"
         )
     raise UsageError(f"{distributions[0]} is not installed as a package, so its version is not known: install it")
 

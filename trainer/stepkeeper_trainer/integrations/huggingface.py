@@ -37,7 +37,7 @@ class StepkeeperCallback(TrainerCallback):
                 version=f"transformers {transformers.__version__}",
                 step=state.global_step,
                 total_steps=state.max_steps,
-                unable="a search of hyperparameters is no training that could go on" if searching else "",
+                unable="a search of hyperparameters cannot be resumed" if searching else "",
             )
 
         self._attachment = attach(NAME, describe)

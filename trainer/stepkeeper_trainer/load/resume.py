@@ -80,7 +80,7 @@ def resume(
     if manifest is None or reader is None or not _is_training_step(reader, directory):
         if directory.parent.resolve() == commits.checkpoints.resolve():
             raise ResumeError(
-                f"{directory}: was not saved by this library's manager, which cannot go on from it: load it with "
+                f"{directory}: was not saved by this library's manager, which cannot resume from it: load it with "
                 "torch.distributed.checkpoint and StepkeeperReader, or use another run directory"
             )
         load_initial(
@@ -144,7 +144,12 @@ def _find(
     if state.rank == 0 and own is None and wanted.newest and wanted.foreign is None:
         say("started_anew", why="no verified step directory")
     if state.rank == 0 and own is not None and wanted.foreign is not None:
-        warn("own_step_counts", step=own, instead_of=wanted.foreign, why="to begin anew, use another run directory")
+        warn(
+            "own_step_counts",
+            step=own,
+            instead_of=wanted.foreign,
+            why="to start from the beginning, use another run directory",
+        )
     return own, wanted.foreign if own is None else None
 
 

@@ -425,7 +425,7 @@ class Position:
             step=step,
             loader=f"{type(read).__module__.split('.')[0]}'s DataLoader",
             why="it is read in each step, and the state has neither a sampler nor a loader: "
-            "unless the script finds its place in the data by itself, a resume starts its data again",
+            "unless the script restores its own place in the data, a resume starts its data again",
             remedy="give state={..., 'sampler': GlobalSampler(...)}, or a StatefulDataLoader as 'loader'",
         )
 

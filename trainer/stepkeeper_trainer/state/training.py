@@ -474,9 +474,9 @@ class TrainingState:
         why = [f"ranks hold different values of {_shortened(wrong)}"] if wrong else []
         why += [f"{_shortened(counted)} counts what each rank has read"] if counted else []
         raise ResumeError(
-            f"{self.world_size} ranks cannot go on where {then} were: {'; '.join(why)}; resume on {then} ranks, or use "
-            "what all ranks hold alike (GlobalSampler for data, DTensor for weights; `per_rank = False` if a position "
-            "is one of the whole job), or give the object a `reshard`"
+            f"{self.world_size} ranks cannot resume what {then} saved: {'; '.join(why)}; resume on {then} ranks, or "
+            "use what all ranks hold alike (GlobalSampler for data, DTensor for weights; `per_rank = False` if a "
+            "position is one of the whole job), or give the object a `reshard`"
         )
 
     def _left_out(self) -> list[dict[str, int]]:

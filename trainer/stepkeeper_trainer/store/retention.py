@@ -165,7 +165,7 @@ def _wanted(counted: list[Candidate], policy: Policy) -> Iterator[tuple[str, str
 
 def _blocked(candidates: list[Candidate], counted: list[Candidate]) -> str | None:
     if not counted:
-        return "no verified step is there to go on from"
+        return "there is no verified step to resume from"
     newest = next((c for c in candidates if c.current), None)
     if newest is not None and not newest.verified:
         return f"the newest step, {newest.name}, is not verified"
@@ -270,7 +270,7 @@ def remove(
         # A person or a rollback may have spoken since the plan was made.
         lineage = lineages.read(checkpoints, pruned=False)
         if lineage is not None and lineage.has_steps and lineage.head == save_id:
-            spared.append((name, "training goes on from it"))
+            spared.append((name, "training continues from it"))
             continue
         if lineage is not None and lineages.PINNED in lineage.marks.get(save_id, ()):
             spared.append((name, "pinned"))

@@ -206,7 +206,7 @@ def record_start(
             warn(
                 "started_beside_steps",
                 newest=newest,
-                why="training starts from the very beginning: `latest` as resume_from goes on from what is whole",
+                why="training starts from the very beginning: `latest` as resume_from resumes from a whole step",
             )
         if head is not None or steps.keys() - commits or goes_back:
             _roll_back(checkpoints, None, attempt, "started from the very start")
@@ -246,7 +246,7 @@ def record_left_out(
                 at=time.time(),
                 attempt=attempt,
                 save_id=known.head if known is not None else None,
-                why=f"goes on after step {done} with other data left out",
+                why=f"continues after step {done} with other data left out",
                 left_out=left_out,
             ),
         )

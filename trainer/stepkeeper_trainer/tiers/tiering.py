@@ -156,7 +156,7 @@ class Tiering:
             warn(
                 "cold_copy_unfinished",
                 tier=self.tiers.cold,
-                why="it fails, or there was no time: `stepkeeper checkpoints copy RUN --to URL` goes on with it",
+                why="it fails, or there was no time: `stepkeeper checkpoints copy RUN --to URL` continues it",
             )
         self._copies = None
 
@@ -174,7 +174,7 @@ class Tiering:
         if self._keeping is not None:
             self._keeping.close()
         if self._copies is not None and not self._copies.close(0.0):
-            say("cold_copy_unfinished", tier=self.tiers.cold, why="the process leaves: the next launch goes on with it")
+            say("cold_copy_unfinished", tier=self.tiers.cold, why="the process leaves: the next launch continues it")
 
     def _prune(self) -> None:
         """Remove from the cold tier what it need not keep (rank 0)."""

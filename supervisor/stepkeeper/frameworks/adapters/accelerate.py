@@ -8,10 +8,8 @@ from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, beside, named
-from stepkeeper.frameworks.tree import Tree
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, beside
 
-_STEP = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
 _RANDOM = re.compile(r"random_states_(\d{1,6})\.pkl")
 _ARCHIVE = re.compile(
     r"(?:optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt"
@@ -30,6 +28,8 @@ class Accelerate(Framework):
         "further models and the like as in the checkpoint before"
     )
     imports = ("accelerate",)
+    step_name = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
+    folder = _AUTOMATIC
     commands = ()  # `accelerate launch` starts any script
     save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
 
@@ -38,18 +38,13 @@ class Accelerate(Framework):
     attach_takes = "accelerator.load_state()"
     finds = re.compile(r"\d")  # of all names, the one with the highest number
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return `checkpoint_I`, `step_I` and `epoch_I`, also below `checkpoints/`."""
-        below = root / _AUTOMATIC
-        return named(root, _STEP) + (named(below, _STEP) if below.is_dir() and not below.is_symlink() else [])
-
     def is_step(self, path: Path) -> bool:
         """Go by what it holds: the names are the script's own."""
         return path.is_dir() and any(map(_RANDOM.fullmatch, os.listdir(path)))
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Require what `load_state` loads."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         tree = contents.tree
         engine = "pytorch_model" in tree.directories and deepspeed.is_engine(tree, "pytorch_model")
         weights = parts.add_weights(contents, stems=("model", "pytorch_model"))
@@ -70,7 +65,6 @@ class Accelerate(Framework):
         neighbour = beside(step, self.list_steps(step.path.parent))
         as_beside = [n for n in parts.names_beside(neighbour) if _ARCHIVE.fullmatch(n) or _OTHER_MODEL.fullmatch(n)]
         parts.require_as_beside(contents, neighbour, as_beside, tree.files)
-        return contents
 
     @staticmethod
     def _training(contents: Contents, world_size: int | None, *, engine: bool) -> None:

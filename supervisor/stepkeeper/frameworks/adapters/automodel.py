@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import (
@@ -17,13 +16,9 @@ from stepkeeper.frameworks.framework import (
     WorldChange,
     Writes,
     beside,
-    name_matches,
-    named,
 )
 from stepkeeper.frameworks.script import Script
-from stepkeeper.frameworks.tree import Tree
 
-_STEP = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
 _SHARD = re.compile(r"shard-(\d{1,6})-model-\d{1,6}-of-\d{1,6}\.safetensors")
 _RANK = re.compile(r"(rng|dataloader)/\1_(dp|global)_rank_(\d{1,6})\.pt")
 _KINDS = ("rng", "dataloader")
@@ -40,6 +35,7 @@ class Automodel(Framework):
         "objects as in the checkpoint before"
     )
     imports = ("nemo_automodel",)
+    step_name = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
     commands = ("automodel",)
     save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
 
@@ -52,17 +48,9 @@ class Automodel(Framework):
         """Look for its program, or for options of the same kind in the command."""
         return any(word.rpartition("/")[2] == "automodel" or word.startswith("--checkpoint.") for word in script.words)
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return `epoch_E_step_N`."""
-        return named(root, _STEP)
-
-    def is_step(self, path: Path) -> bool:
-        """Go by the name, which the framework fixes."""
-        return name_matches(path, _STEP)
-
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Require what a resume loads."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         tree = contents.tree
         for name in filter(_INCOMPLETE.fullmatch, (*tree.files, *tree.directories)):
             contents.problem(f"{name} is there: the save did not end")
@@ -75,7 +63,6 @@ class Automodel(Framework):
         as_beside = parts.names_beside(neighbour)
         self._ranks(contents, world_size, as_beside, neighbour)
         self._whole_objects(contents, as_beside, neighbour)
-        return contents
 
     @staticmethod
     def _ranks(contents: Contents, world_size: int | None, as_beside: frozenset[str], neighbour: Step | None) -> None:

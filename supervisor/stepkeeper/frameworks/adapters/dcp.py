@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, by_content, last_number
-from stepkeeper.frameworks.tree import Tree
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp|\.metadata|__\d{1,9}\.metadata")
 _OWN = re.compile(r"__\d{1,9}\.metadata")
@@ -26,10 +25,6 @@ class PlainDcp(Framework):
     has_resume_arguments = False
     save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return the directories that hold files of DCP."""
-        return by_content(root, self.is_step, last_number)
-
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
         try:
@@ -37,20 +32,18 @@ class PlainDcp(Framework):
         except PermissionError:
             return False
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
         """Require a whole DCP directory."""
-        contents = Contents(Tree(step.path), step.number, world_size)
         own = [name for name in contents.tree.files if _OWN.fullmatch(name)]
         if own and ".metadata" not in contents.tree:
             contents.problem(
                 f"{parts.some(sorted(own))}: each rank has metadata of its own (use_collectives=False), and no file "
                 "says how many ranks there were: not supported"
             )
-            return contents
+            return
         contents.keys = parts.add_dcp(contents)
         if not contents.problems and not any(map(_OPTIMIZER.search, contents.keys)):
             contents.note("no name in it is one of an optimizer: perhaps it holds the model alone")
-        return contents
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: how a script takes it is its own affair."""

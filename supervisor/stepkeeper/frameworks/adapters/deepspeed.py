@@ -20,7 +20,6 @@ from stepkeeper.frameworks.framework import (
     Step,
     WorldChange,
     beside,
-    by_content,
 )
 from stepkeeper.frameworks.tree import ReadError, Tree
 
@@ -73,9 +72,10 @@ class DeepSpeed(Framework):
     converted_words = ("load_universal", "universal_checkpoint", "universal-checkpoint")
     converted_option = "--universal-checkpoint"
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return the directories that hold states of DeepSpeed; the tag is the script's own."""
-        return by_content(root, self.is_step, _number)
+    def number_of(self, name: str) -> int | None:
+        """Go by the usual tags: others are the script's own."""
+        found = _TAG.fullmatch(name)
+        return int(found[1]) if found else None
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
@@ -85,16 +85,15 @@ class DeepSpeed(Framework):
             return False
         return any(map(_STATES.fullmatch, names)) or (_UNIVERSAL in names and path.name.endswith("_universal"))
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Require the file of every rank."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         if _UNIVERSAL in contents.tree.directories:
             _add_universal(contents)
         else:
             pipeline = any(map(_LAYER.fullmatch, contents.tree.files))
             neighbour = beside(step, self.list_steps(step.path.parent)) if pipeline else None
             add_engine(contents, "", world_size, as_beside=parts.names_beside(neighbour))
-        return contents
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:
         """Return `latest`, or `latest_universal`: each holds the tag."""
@@ -341,11 +340,6 @@ def _add_parameters(contents: Contents, wanted: set[str]) -> None:
         if more := [kind - found for kind in kinds if found < kind]:
             lacking = ", ".join(sorted(frozenset.union(*more)))
             contents.problem(f"{_UNIVERSAL}/{name[:80]}: lacks {lacking}, which other parameters have")
-
-
-def _number(name: str) -> int | None:
-    found = _TAG.fullmatch(name)
-    return int(found[1]) if found else None
 
 
 FRAMEWORK = DeepSpeed()

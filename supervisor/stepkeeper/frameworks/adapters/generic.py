@@ -15,7 +15,6 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
 from stepkeeper.frameworks.script import Script
-from stepkeeper.frameworks.tree import Tree
 
 NUMBER = "{step}"
 
@@ -120,9 +119,9 @@ class Generic(Framework):
         """Go by the name."""
         return bool(self.patterns.steps) and self._name().fullmatch(path.name) is not None and path.exists()
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
         """Require what the patterns say, and look into whatever is known by its suffix."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         names = sorted(contents.tree.files)
         for pattern in self.patterns.complete:
             if not fnmatch.filter(names, pattern):
@@ -139,7 +138,6 @@ class Generic(Framework):
             self._look(contents, name)
         if not names:
             contents.problem("is empty")
-        return contents
 
     @staticmethod
     def _look(contents: Contents, name: str) -> None:

@@ -6,26 +6,12 @@ import ast
 import itertools
 import os
 import re
-from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import (
-    Contents,
-    Door,
-    Framework,
-    Resume,
-    SaveDoor,
-    Step,
-    Writes,
-    beside,
-    name_matches,
-    named,
-)
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes, beside
 from stepkeeper.frameworks.script import Script, last_name
-from stepkeeper.frameworks.tree import Tree
 
-_STEP = re.compile(r"checkpoint-(\d+)")
 _RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
 _DEEPSPEED = re.compile(r"global_step\d+")
 _PARSERS = ("HfArgumentParser", "TrlParser")
@@ -56,6 +42,7 @@ class HuggingFace(Framework):
         "axolotl",
         "llamafactory",
     )
+    step_name = re.compile(r"checkpoint-(\d+)")
     commands = ("axolotl", "axolotl.cli.train", "llamafactory-cli", "trl")
     step_line = r"\b(\d+)/{total} \["
     total_options = ("--max_steps",)  # else the bar of an evaluation looks the same
@@ -110,17 +97,9 @@ class HuggingFace(Framework):
             for name in map(last_name, ast.walk(argument))
         )
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return the directories `checkpoint-N`."""
-        return named(root, _STEP)
-
-    def is_step(self, path: Path) -> bool:
-        """Go by the name, which the framework fixes."""
-        return name_matches(path, _STEP)
-
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Require what a resume loads."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         names = contents.tree.files
         if _SENTINEL in names:
             contents.problem(f"{_SENTINEL} is there: the save on SIGTERM did not end")
@@ -143,7 +122,6 @@ class HuggingFace(Framework):
         if not contents.not_resumable and neighbour is not None:
             as_beside = parts.names_beside(neighbour).intersection(_AS_BEFORE)
             parts.require_as_beside(contents, neighbour, as_beside, names)
-        return contents
 
     @staticmethod
     def _state(contents: Contents, state: dict[str, object], number: int | None) -> None:

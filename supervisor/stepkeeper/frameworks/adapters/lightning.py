@@ -11,7 +11,6 @@ from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
 from stepkeeper.frameworks.script import Script, last_name
-from stepkeeper.frameworks.tree import Tree
 
 _SUFFIX = ".ckpt"
 _NUMBER = re.compile(r"step[=_](\d{1,18})")
@@ -88,9 +87,9 @@ class Lightning(Framework):
         """Go by the suffix."""
         return path.name.endswith(_SUFFIX) and (path.is_dir() or path.is_file())
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Read the state without its tensors."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         tree = contents.tree
         if step.path.name in tree.files and tree.root == step.path.parent:
             state = parts.read_pickle(contents, step.path.name) if parts.add_archive(contents, step.path.name) else None
@@ -110,7 +109,6 @@ class Lightning(Framework):
                 state = parts.read_pickle(contents, _META)
                 sharded = any(key.startswith("optimizer") for key in keys)
                 self._state(contents, state, missing=[] if sharded else ["optimizer states"])
-        return contents
 
     @staticmethod
     def _state(contents: Contents, state: object, *, missing: list[str]) -> None:

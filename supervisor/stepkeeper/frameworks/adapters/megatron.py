@@ -21,13 +21,9 @@ from stepkeeper.frameworks.framework import (
     Step,
     WorldChange,
     Writes,
-    name_matches,
-    named,
 )
 from stepkeeper.frameworks.script import Script
-from stepkeeper.frameworks.tree import Tree
 
-_STEP = re.compile(r"iter_(\d{7,18})")
 _LEGACY = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _RANKS_MAX = 1_000_000
@@ -46,6 +42,7 @@ class Megatron(Framework):
         "tensor, pipeline and expert parallel rank, as rank 0's arguments say"
     )
     imports = ("megatron.core", "megatron.training", "megatron")
+    step_name = re.compile(r"iter_(\d{7,18})")  # `release` is a model to begin from
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(
@@ -62,24 +59,14 @@ class Megatron(Framework):
         ours = any(word.rpartition("/")[2] in self.commands for word in script.words)
         return ours or any(name.startswith("megatron.training") for name in script.modules)
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return `iter_NNNNNNN`; `release` is a model to begin from."""
-        return named(root, _STEP)
-
-    def is_step(self, path: Path) -> bool:
-        """Go by the name, which the framework fixes."""
-        return name_matches(path, _STEP)
-
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
         """Tell the format by the directories, and require what it needs."""
-        contents = Contents(Tree(step.path), step.number, world_size)
         legacy = sorted(name for name in contents.tree.directories if _LEGACY.fullmatch(name))
         if legacy:
             contents.world_change = WorldChange.NO  # of model parallel ranks; for others nobody has tried it
             add_legacy(contents, legacy)
         else:
             add_torch_dist(contents)
-        return contents
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:
         """Return the tracker, which holds the step."""

@@ -10,19 +10,8 @@ from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import (
-    POINTER_BYTES_MAX,
-    Contents,
-    Door,
-    Framework,
-    Resume,
-    SaveDoor,
-    Step,
-    Writes,
-    named,
-)
+from stepkeeper.frameworks.framework import POINTER_BYTES_MAX, Contents, Door, Framework, Resume, SaveDoor, Step, Writes
 from stepkeeper.frameworks.script import Script
-from stepkeeper.frameworks.tree import Tree
 from stepkeeper_trainer.formats.plain import read_plain
 
 _STEP = re.compile(r"iter_(\d{7,18})")
@@ -37,6 +26,7 @@ class MegatronBridge(Framework):
     title = "Megatron-Bridge"
     rule = "as Megatron torch_dist, with `train_state.pt` and `run_config.yaml`"
     imports = ("megatron.bridge",)
+    step_name = _STEP
     commands = ()
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
     save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
@@ -48,10 +38,6 @@ class MegatronBridge(Framework):
     def takes_resume(self, script: Script) -> bool:
         """Look whether the command overrides the configuration in this way already."""
         return any(word.startswith("checkpoint.") for word in script.words)
-
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return `iter_NNNNNNN`."""
-        return named(root, _STEP)
 
     def is_step(self, path: Path) -> bool:
         """Go by the name and by what only Bridge writes."""
@@ -65,13 +51,11 @@ class MegatronBridge(Framework):
     def _signs(path: Path) -> list[tuple[Path, str]]:
         return [*((path, name) for name in _OWN), (path.parent, _LATEST_STATE)]
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
         """Require Bridge's own files too."""
-        contents = Contents(Tree(step.path), step.number, world_size)
         megatron.add_torch_dist(contents)
         parts.add_archive(contents, _STATE)
         parts.add_plain(contents, "run_config.yaml")
-        return contents
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:
         """Return Megatron's tracker, and the copy of `train_state.pt` that Bridge reads first."""

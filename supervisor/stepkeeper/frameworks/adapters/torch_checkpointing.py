@@ -7,18 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import (
-    Contents,
-    Door,
-    Framework,
-    Resume,
-    SaveDoor,
-    Step,
-    WorldChange,
-    by_content,
-    last_number,
-)
-from stepkeeper.frameworks.tree import Tree
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
 _TEMPORARY = "tmp_"
@@ -37,10 +26,6 @@ class TorchCheckpointing(Framework):
     save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
     world_change = WorldChange.NO  # each rank reads its own file
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return the directories that hold files of items."""
-        return by_content(root, self.is_step, last_number)
-
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
         try:
@@ -49,9 +34,9 @@ class TorchCheckpointing(Framework):
             return False
         return any(map(_ITEM.fullmatch, names)) and not any(name.endswith(".distcp") for name in names)
 
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:
         """Require the file of each item of each rank."""
-        contents = Contents(Tree(step.path), step.number, world_size)
+        world_size = contents.world_size
         if step.path.name.startswith(_TEMPORARY):
             contents.problem("its name is that of a save that did not end")
         items: dict[str, set[int]] = {}
@@ -72,7 +57,6 @@ class TorchCheckpointing(Framework):
             parts.add_archive(contents, _METADATA)
         if not any("optim" in item for item in items):
             contents.note("no item in it is called optimizer: perhaps it holds the model alone")
-        return contents
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: the package has no command line and does not look for the newest."""

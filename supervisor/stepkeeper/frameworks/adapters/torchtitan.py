@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import (
-    Contents,
-    Door,
-    Framework,
-    Resume,
-    SaveDoor,
-    Step,
-    WorldChange,
-    Writes,
-    name_matches,
-    named,
-)
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange, Writes
 from stepkeeper.frameworks.script import Script
-from stepkeeper.frameworks.tree import Tree
 
-_STEP = re.compile(r"step-(\d+)")
-_FOLDER = "checkpoint"
 _NEEDED = ("train_state", "optimizer", "lr_scheduler", "dataloader")
 _LOADER = ("dataloader.world_size", "dataloader.dp_rank_")  # of its own data loader
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optimizer|optim|param_groups|state)(?:\.|$)")
@@ -35,6 +20,8 @@ class Torchtitan(Framework):
     title = "torchtitan"
     rule = "`.metadata`, every piece of every tensor in its file; resumable: it holds optimizer and `train_state`"
     imports = ("torchtitan",)
+    step_name = re.compile(r"step-(\d+)")
+    folder = "checkpoint"
     commands = ("torchtitan.train", "torchtitan")
     step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
     save_door = SaveDoor(Door.CALL, "`checkpointer.save` in its loop, which `--attach` has save at a notice")
@@ -48,22 +35,12 @@ class Torchtitan(Framework):
         """Look for its own program: of a script with a loop of its own, nothing is known."""
         return any(word.endswith(("torchtitan.train", "torchtitan/train.py")) for word in script.words)
 
-    def list_steps(self, root: Path) -> list[Step]:
-        """Return `step-N`, also below `checkpoint/`."""
-        below = root / _FOLDER
-        return named(root, _STEP) + (named(below, _STEP) if below.is_dir() and not below.is_symlink() else [])
-
-    def is_step(self, path: Path) -> bool:
-        """Go by the name, which the framework fixes."""
-        return name_matches(path, _STEP)
-
-    def complete(self, step: Step, *, world_size: int | None) -> Contents:
+    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
         """Require a whole DCP directory, or one of safetensors."""
-        contents = Contents(Tree(step.path), step.number, world_size)
         if ".metadata" not in contents.tree and "model.safetensors.index.json" in contents.tree:
             parts.add_indexed(contents, "model.safetensors.index.json")
             contents.not_resumable = "holds the model alone, as safetensors"
-            return contents
+            return
         contents.keys = parts.add_dcp(contents)
         if any(key.startswith(_LOADER) for key in contents.keys):  # it refuses another data parallel size
             contents.world_change = WorldChange.NO
@@ -75,7 +52,6 @@ class Torchtitan(Framework):
                 if not _has(contents.keys, name):
                     contents.note(f"holds no state of {name}")
             contents.note("torchtitan saves no RNG state: dropout continues with other numbers")
-        return contents
 
     def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
         """Name the step: without it the highest one with `.metadata` is taken."""

@@ -286,7 +286,7 @@ def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
         return Decision(state)
     if event.error:
         drain = replace(drain, reset_failed=True)
-        why = f"the reset was in vain: {event.error}"
+        why = f"the reset failed: {event.error}"
     else:
         drain = replace(drain, repair=Repair.RESET)
         why = "the GPUs were reset: the checks come next"

@@ -106,7 +106,7 @@ def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
     if rebooted and incident.outcome is Outcome.SUSPECTED:
         return replace(incident, outcome=Outcome.NOTED, outcome_why="the node was rebooted before a look at its GPUs")
     if incident.outcome is Outcome.DRAINED and state.drain is None and not rebooted and policy.mode is Mode.ACT:
-        why = "the ledger knows of no drain for it: Slurm is asked anew"  # of a version that wrote them in that order
+        why = "the ledger has no drain for it: the agent asks Slurm again"  # of a version that wrote them in that order
         return replace(incident, outcome=Outcome.OPEN, outcome_why=why)
     return incident
 

@@ -275,7 +275,7 @@ def _row(where: str, code: int, cells: dict[str, str], base: Row | None, *, site
     )
     if code in NEVER_DRAIN_ALONE and row.action.drains:
         raise CatalogueError(
-            f"{where}: code {code} comes from programs and must not drain a node by itself: use an action below "
+            f"{where}: code {code} comes from programs and must not drain a node on its own: use an action below "
             f"{Action.DRAIN_RESET.value}"
         )
     return row

@@ -272,7 +272,7 @@ def was_reset(health: GpuHealth, before: GpuHealth) -> str:
     """Say by what a GPU shows that it was reset since the reading `before`; "" where it does not."""
     errors, errors_before = health.ecc_uncorrected, before.ecc_uncorrected
     if errors is not None and errors_before is not None and errors < errors_before:
-        return "the GPU was reset: it counts its memory errors anew"
+        return "the GPU was reset: it counts its memory errors from 0 again"
     if before.rows_pending and health.rows_pending is False:
         return "the GPU was reset: no memory row waits for that any more"
     return ""

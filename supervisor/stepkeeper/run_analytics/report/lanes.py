@@ -78,10 +78,9 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"  # noqa: RUF001 - a dash is meant
 
 
-def instant(at: int, *, day: bool = True) -> str:
+def instant(at: int) -> str:
     """Return an instant in the time zone of the machine that makes the page."""
-    whole = printing.instant(at / SECOND)
-    return whole if day else whole.partition(" ")[2]
+    return printing.instant(at / SECOND)
 
 
 def when(at: int) -> str:

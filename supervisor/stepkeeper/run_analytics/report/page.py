@@ -78,7 +78,7 @@ def _again(seen: Timeline, path: str) -> Advice:
     where = (
         f"step {newest.step:,} ({newest.states[0]})" if newest is not None else "the beginning: no step was committed"
     )
-    return Advice(f"Submit it again as it was. It goes on from {where}.", f"stepkeeper resume {shlex.quote(path)}")
+    return Advice(f"Submit it again as it was. It resumes from {where}.", f"stepkeeper resume {shlex.quote(path)}")
 
 
 def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -226,7 +226,7 @@ def _going_on(seen: Timeline, about: About) -> str:
         return ""
     why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""
     items = "".join(f"<li>{text(each.say)}{_typed(each)}</li>" for each in said)
-    return section("How to go on", f"{why}<ol>{items}</ol>")
+    return section("How to continue", f"{why}<ol>{items}</ol>")
 
 
 def _typed(each: Advice) -> str:

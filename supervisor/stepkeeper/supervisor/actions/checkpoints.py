@@ -14,13 +14,12 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.reason_text import text
-from stepkeeper.run_store import lease
 from stepkeeper.supervisor.actions.foreign import ForeignCheckpoints
 from stepkeeper.supervisor.actions.verify_pool import Read, VerifyPool, Wanted
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats import verify as verifying
-from stepkeeper_trainer.formats.lease import Lease, LeaseError
+from stepkeeper_trainer.formats.lease import Lease
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.verify import Cache, Verdict, names_of_shard, unread, verify
@@ -119,23 +118,17 @@ def choose(
     """
     verification = Verification(pool, pool.begin())
 
-    def work() -> None:
-        try:
-            choice = steps.newest_verified(checkpoints, check=verification.check, should_stop=verification.is_old)
-        except OSError as error:
-            why = f"{error.filename}: {error.strerror}"
-            inbox.put(on.ChoiceFailed(at=inbox.clock.now(), error=why))
-            return
+    def act() -> on.Event | None:
+        choice = steps.newest_verified(checkpoints, check=verification.check, should_stop=verification.is_old)
         theirs = None
         if foreign is not None and choice.chosen is None and not choice.skipped:
             theirs = foreign.choose(verification.is_old)
         if after is not None:
             after.join()  # it has a time limit
         if verification.is_old():
-            return
+            return None
         if theirs is not None:
-            inbox.put(msgspec.structs.replace(theirs, at=inbox.clock.now()))
-            return
+            return msgspec.structs.replace(theirs, at=inbox.clock.now())
         damaged = {step.path for step, _ in space.damaged_in_a_row(choice)}
         skipped = tuple(
             on.Skipped(
@@ -146,19 +139,20 @@ def choose(
             for step, problems in choice.skipped
         )
         chosen = choice.chosen
-        inbox.put(
-            on.CheckpointChosen(
-                at=inbox.clock.now(),
-                directory=str(chosen.path) if chosen else None,
-                step=chosen.step if chosen else None,
-                skipped=skipped,
-                bytes_read=verification.bytes_read,
-                seconds=verification.seconds,
-                readers=tuple(sorted(verification.readers)),
-            )
+        return on.CheckpointChosen(
+            at=inbox.clock.now(),
+            directory=str(chosen.path) if chosen else None,
+            step=chosen.step if chosen else None,
+            skipped=skipped,
+            bytes_read=verification.bytes_read,
+            seconds=verification.seconds,
+            readers=tuple(sorted(verification.readers)),
         )
 
-    inbox.run(Part.CHOOSE_CHECKPOINT, work, answer=lambda error: on.ChoiceFailed(at=inbox.clock.now(), error=error))
+    def failed(error: str) -> on.ChoiceFailed:
+        return on.ChoiceFailed(at=inbox.clock.now(), error=error)
+
+    inbox.ask(Part.CHOOSE_CHECKPOINT, act, failed, expected=(OSError,))
 
 
 def verify_back(
@@ -183,32 +177,29 @@ def verify_back(
     name = effect.directory
     verification = Verification(pool, pool.begin())
 
-    def work() -> None:
+    def act() -> on.Event | None:
         if patient:
             _let_settle(checkpoints / name, verification.is_old)
         verdict = verification.check(
             checkpoints / name, Cache(checkpoints, knows=False), from_disk=effect.from_disk, writers=writers
         )
         if verification.is_old():
-            return
-        inbox.put(
-            on.CheckpointVerified(
-                at=inbox.clock.now(),
-                directory=name,
-                ok=verdict.ok,
-                problem="; ".join(verdict.problems)[:PROBLEM_CHARACTERS_MAX],
-                seconds=verification.seconds,
-                bytes_read=verification.bytes_read,
-                readers=tuple(sorted(verification.readers)),
-                gone=not verdict.ok and not (checkpoints / name).is_dir(),
-            )
+            return None
+        return on.CheckpointVerified(
+            at=inbox.clock.now(),
+            directory=name,
+            ok=verdict.ok,
+            problem="; ".join(verdict.problems)[:PROBLEM_CHARACTERS_MAX],
+            seconds=verification.seconds,
+            bytes_read=verification.bytes_read,
+            readers=tuple(sorted(verification.readers)),
+            gone=not verdict.ok and not (checkpoints / name).is_dir(),
         )
 
-    inbox.run(
-        Part.VERIFY_CHECKPOINT,
-        work,
-        answer=lambda error: on.CheckpointVerified(at=inbox.clock.now(), directory=name, ok=False, problem=error),
-    )
+    def failed(error: str) -> on.CheckpointVerified:
+        return on.CheckpointVerified(at=inbox.clock.now(), directory=name, ok=False, problem=error)
+
+    inbox.ask(Part.VERIFY_CHECKPOINT, act, failed)
 
 
 def _let_settle(directory: Path, should_stop: Callable[[], bool]) -> None:
@@ -231,30 +222,16 @@ WHY_CHARACTERS_MAX = 300
 def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inbox) -> None:
     """Have the lineage lead to the newest verified step below one; `RolledBack` or `Superseded` comes."""
 
-    def work() -> None:
-        try:
-            newer = lease.superseded(checkpoints.parent, ours)
-        except (OSError, LeaseError):
-            newer = None  # it is not known: the lease is watched besides
-        at = inbox.clock.now()
-        if newer is not None:
-            inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
-            return
-        try:
-            chosen = _lead_back(checkpoints, effect, ours.attempt, at)
-        except (OSError, LookupError) as error:
-            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error.args[0])
-            inbox.put(on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=why))
-            return
-        inbox.put(
-            on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
-        )
+    def act() -> on.Event:
+        if (newer := inbox.superseded(checkpoints.parent, ours)) is not None:
+            return newer
+        chosen = _lead_back(checkpoints, effect, ours.attempt, inbox.clock.now())
+        return on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
 
-    inbox.run(
-        Part.ROLL_BACK,
-        work,
-        answer=lambda error: on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error),
-    )
+    def failed(error: str) -> on.RolledBack:
+        return on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error)
+
+    inbox.ask(Part.ROLL_BACK, act, failed, expected=(OSError, LookupError))
 
 
 def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory:
@@ -289,25 +266,22 @@ QUICK_BYTES = 4 * 1024 * 1024
 def test_storage(directory: Path, effect: do.TestStorage, *, within_s: float, inbox: Inbox) -> threading.Thread:
     """Make a dummy save below a directory; `StorageTested` comes within the limit, before the thread ends."""
 
-    def work() -> None:
+    def act() -> on.StorageTested:
         size = space.TEST_BYTES if effect.thorough else QUICK_BYTES
         found = space.storage_test(directory, size=size, limit_s=within_s)
-        inbox.put(
-            on.StorageTested(
-                at=inbox.clock.now(),
-                ok=found.problem is None,
-                problem=(found.problem or "")[:PROBLEM_CHARACTERS_MAX],
-                untrue=found.untrue,
-                thorough=effect.thorough,
-                bytes=found.bytes,
-                write_s=found.write_s or 0.0,
-                read_s=found.read_s or 0.0,
-                from_disk=found.from_disk,
-            )
+        return on.StorageTested(
+            at=inbox.clock.now(),
+            ok=found.problem is None,
+            problem=(found.problem or "")[:PROBLEM_CHARACTERS_MAX],
+            untrue=found.untrue,
+            thorough=effect.thorough,
+            bytes=found.bytes,
+            write_s=found.write_s or 0.0,
+            read_s=found.read_s or 0.0,
+            from_disk=found.from_disk,
         )
 
-    return inbox.run(
-        Part.TEST_STORAGE,
-        work,
-        answer=lambda error: on.StorageTested(at=inbox.clock.now(), ok=False, problem=error, thorough=effect.thorough),
-    )
+    def failed(error: str) -> on.StorageTested:
+        return on.StorageTested(at=inbox.clock.now(), ok=False, problem=error, thorough=effect.thorough)
+
+    return inbox.ask(Part.TEST_STORAGE, act, failed)

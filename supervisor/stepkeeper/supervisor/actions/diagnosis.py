@@ -76,15 +76,15 @@ def diagnose(run: RunDirectory, launch: collect.Launch, *, within_s: float, inbo
     nodes most say the same.
     """
     until = time.monotonic() + READING_SHARE * within_s
-    failed = dict.fromkeys(each.node for each in launch.events if isinstance(each, on.RankExited))
+    first = dict.fromkeys(each.node for each in launch.events if isinstance(each, on.RankExited))
 
-    def work() -> None:
+    def act() -> on.Judged:
         evidence = collect.of_journal(launch)
         unread = ""
         try:
             evidence += collect.of_logs(
                 run.logs(launch.attempt, launch.launch),
-                first=tuple(failed),
+                first=tuple(first),
                 ends=log_lines.QUICK,
                 enough=lambda: time.monotonic() > until,
             )
@@ -98,31 +98,22 @@ def diagnose(run: RunDirectory, launch: collect.Launch, *, within_s: float, inbo
             wrong = [each for each in (seen, ended.wrong_step if ended else None) if each is not None]
             step = min(wrong, default=step)
         text = verdict.evidence[0].text if verdict.evidence else unread
-        inbox.put(
-            on.Judged(
-                at=inbox.clock.now(),
-                launch=launch.launch,
-                cause=verdict.cause,
-                rule=verdict.rule,
-                confidence=verdict.confidence,
-                text=redact(text)[:TEXT_CHARACTERS_MAX],
-                location=redact(verdict.location)[:TEXT_CHARACTERS_MAX],
-                rank=verdict.rank,
-                node=verdict.node,
-                step=step,
-                second_cause=verdict.otherwise.cause if verdict.otherwise is not None else Cause.UNKNOWN,
-            )
-        )
-
-    inbox.run(
-        Part.DIAGNOSIS,
-        work,
-        answer=lambda error: on.Judged(
+        return on.Judged(
             at=inbox.clock.now(),
             launch=launch.launch,
-            cause=Cause.UNKNOWN,
-            rule="diagnosis-failed",
-            confidence=0.0,
-            text=redact(error),
-        ),
-    )
+            cause=verdict.cause,
+            rule=verdict.rule,
+            confidence=verdict.confidence,
+            text=redact(text)[:TEXT_CHARACTERS_MAX],
+            location=redact(verdict.location)[:TEXT_CHARACTERS_MAX],
+            rank=verdict.rank,
+            node=verdict.node,
+            step=step,
+            second_cause=verdict.otherwise.cause if verdict.otherwise is not None else Cause.UNKNOWN,
+        )
+
+    def failed(error: str) -> on.Judged:
+        at, text, rule = inbox.clock.now(), redact(error), "diagnosis-failed"
+        return on.Judged(at=at, launch=launch.launch, cause=Cause.UNKNOWN, rule=rule, confidence=0.0, text=text)
+
+    inbox.ask(Part.DIAGNOSIS, act, failed)

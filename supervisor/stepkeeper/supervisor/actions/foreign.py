@@ -144,32 +144,23 @@ class ForeignCheckpoints:
     def roll_back(self, effect: do.RollBack) -> None:
         """Leave out what is not older than a step, in this attempt; `RolledBack` comes."""
 
-        def work() -> None:
-            error = ""
-            try:
-                answer = self._ask(self._question(below_step=effect.below_step))
-            except ForeignError as failure:
-                answer, error = Answer(), str(failure)
+        def failed(error: str) -> on.RolledBack:
+            return on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error)
+
+        def act() -> on.RolledBack:
+            answer = self._ask(self._question(below_step=effect.below_step))
             if answer.newest is None:
-                older = f"no verified checkpoint of {self._following.title} is older than step {effect.below_step}"
-                error = error or older
-                self._inbox.put(on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error))
-                return
+                title = self._following.title
+                return failed(f"no verified checkpoint of {title} is older than step {effect.below_step}")
             with self._lock:
                 self._left_out += answer.left_out
                 self._passed = answer.passed_seen
             found = self._remember(answer.newest)
-            self._inbox.put(
-                on.RolledBack(
-                    at=self._inbox.clock.now(), launch=effect.launch, directory=found.directory, step=found.step
-                )
+            return on.RolledBack(
+                at=self._inbox.clock.now(), launch=effect.launch, directory=found.directory, step=found.step
             )
 
-        self._inbox.run(
-            Part.ROLL_BACK,
-            work,
-            answer=lambda error: on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error),
-        )
+        self._inbox.ask(Part.ROLL_BACK, act, failed, expected=(ForeignError,))
 
     # --- called on other threads ------------------------------------------------------------------
 

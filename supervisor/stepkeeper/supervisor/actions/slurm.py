@@ -7,26 +7,24 @@ from pathlib import Path
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
-from stepkeeper.run_store import lease
 from stepkeeper.slurm import requeue as slurm_requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.watcher.messages import Assignment
-from stepkeeper_trainer.formats.lease import Lease, LeaseError
+from stepkeeper_trainer.formats.lease import Lease
+
+UNREADABLE = (SlurmError, ValueError)  # ValueError: an answer that this version cannot read
 
 
 def query_job(client: SlurmCommands, job: str, *, inbox: Inbox) -> None:
     """Ask for the facts of our job; `SlurmAnswered` comes."""
-
-    def work() -> None:
-        try:
-            facts, error = client.job(job), ""
-        except (SlurmError, ValueError) as failure:  # ValueError: an answer that this version cannot read
-            facts, error = None, str(failure)
-        inbox.put(on.SlurmAnswered(at=inbox.clock.now(), job=facts, error=error))
-
-    inbox.run(Part.ASK_SLURM, work, answer=lambda error: on.SlurmAnswered(at=inbox.clock.now(), job=None, error=error))
+    inbox.ask(
+        Part.ASK_SLURM,
+        lambda: on.SlurmAnswered(job=client.job(job), at=inbox.clock.now()),
+        lambda error: on.SlurmAnswered(at=inbox.clock.now(), error=error),
+        expected=UNREADABLE,
+    )
 
 
 def ask_time(*, inbox: Inbox) -> threading.Thread:
@@ -47,44 +45,36 @@ def ask_time(*, inbox: Inbox) -> threading.Thread:
 def release(client: SlurmCommands, job: str, keep: tuple[str, ...], *, inbox: Inbox) -> None:
     """Give back all nodes of our job but some; `NodesReleased` comes."""
 
-    def work() -> None:
-        try:
-            client.keep(job, keep)
-        except (SlurmError, OSError) as failure:
-            inbox.put(on.NodesReleased(at=inbox.clock.now(), ok=False, error=str(failure)))
-        else:
-            inbox.put(on.NodesReleased(at=inbox.clock.now(), ok=True))
+    def act() -> on.NodesReleased:
+        client.keep(job, keep)
+        return on.NodesReleased(at=inbox.clock.now(), ok=True)
 
-    inbox.run(
-        Part.RELEASE_NODES, work, answer=lambda error: on.NodesReleased(at=inbox.clock.now(), ok=False, error=error)
-    )
+    def failed(error: str) -> on.NodesReleased:
+        return on.NodesReleased(at=inbox.clock.now(), ok=False, error=error)
+
+    inbox.ask(Part.RELEASE_NODES, act, failed, expected=(SlurmError, OSError))
 
 
 def query_idle_nodes(client: SlurmCommands, job: str, effect: do.AskIdleNodes, *, inbox: Inbox) -> None:
     """Ask for idle nodes like some of ours; `IdleNodes` comes."""
-
-    def work() -> None:
-        try:
-            nodes, error = client.idle_nodes(job, effect.like), ""
-        except (SlurmError, ValueError) as failure:  # ValueError: an answer that this version cannot read
-            nodes, error = (), str(failure)
-        inbox.put(on.IdleNodes(at=inbox.clock.now(), nodes=nodes, error=error))
-
-    inbox.run(Part.ASK_IDLE_NODES, work, answer=lambda error: on.IdleNodes(at=inbox.clock.now(), error=error))
+    inbox.ask(
+        Part.ASK_IDLE_NODES,
+        lambda: on.IdleNodes(nodes=client.idle_nodes(job, effect.like), at=inbox.clock.now()),
+        lambda error: on.IdleNodes(at=inbox.clock.now(), error=error),
+        expected=UNREADABLE,
+    )
 
 
 def requeue(client: SlurmCommands, assignment: Assignment, ours: Lease, effect: do.Requeue, *, inbox: Inbox) -> None:
     """Requeue our own job; `RequeueAnswered` comes, or `Superseded` where a newer attempt holds the run."""
 
-    def work() -> None:
-        try:
-            newer = lease.superseded(Path(assignment.run_directory), ours)
-        except (OSError, LeaseError):
-            newer = None  # it is not known: the next attempt compares the leases again
-        at = inbox.clock.now()
-        if newer is not None:
-            inbox.put(on.Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
-            return
+    def failed(error: str, *, forbidden: bool = False) -> on.RequeueAnswered:
+        return on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=error, forbidden=forbidden)
+
+    def act() -> on.Event:
+        # where it is not known who holds the run, the next attempt compares the leases again
+        if (newer := inbox.superseded(Path(assignment.run_directory), ours)) is not None:
+            return newer
         still = slurm_requeue.give_back(client, assignment.slurm_name, effect.keep) if effect.keep else ""
         try:
             if effect.resubmit:
@@ -93,14 +83,11 @@ def requeue(client: SlurmCommands, assignment: Assignment, ours: Lease, effect: 
             else:
                 outcome = slurm_requeue.requeue(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
                 job_id = None
-        except (SlurmError, OSError) as failure:
+        except SlurmError as error:
             # whatever refuses a new job (a limit, a filter) does so while this one is there
-            refused = isinstance(failure, SlurmError) and not failure.unreachable
-            forbidden = isinstance(failure, SlurmError) and (failure.forbidden or (refused and effect.resubmit))
-            at = inbox.clock.now()
-            inbox.put(on.RequeueAnswered(at=at, ok=False, error=str(failure), forbidden=forbidden))
-        else:
-            error = "; ".join(filter(None, (still, outcome)))
-            inbox.put(on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=error, job_id=job_id))
+            forbidden = error.forbidden or (effect.resubmit and not error.unreachable)
+            return failed(str(error), forbidden=forbidden)
+        besides = "; ".join(filter(None, (still, outcome)))
+        return on.RequeueAnswered(at=inbox.clock.now(), ok=True, error=besides, job_id=job_id)
 
-    inbox.run(Part.REQUEUE, work, answer=lambda error: on.RequeueAnswered(at=inbox.clock.now(), ok=False, error=error))
+    inbox.ask(Part.REQUEUE, act, failed, expected=(OSError,))

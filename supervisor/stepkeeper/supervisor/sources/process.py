@@ -10,10 +10,13 @@ import signal
 import threading
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 
 from stepkeeper import loop_tools
-from stepkeeper.core.events import Event, PartFailed, SignalReceived
+from stepkeeper.core.events import Event, PartFailed, SignalReceived, Superseded
 from stepkeeper.loop_tools import shown
+from stepkeeper.run_store import lease
+from stepkeeper_trainer.formats.lease import Lease, LeaseError
 
 
 class Part(StrEnum):
@@ -63,18 +66,19 @@ ESSENTIAL = frozenset((Part.SIGNALS, Part.BUS, Part.LAUNCH, Part.KILL))
 class Inbox(loop_tools.Inbox[Event]):
     """Events on their way to the loop."""
 
-    def run(
-        self,
-        part: Part,
-        work: Callable[[], object],
-        *,
-        name: str = "",
-        answer: Callable[[str], Event] | None = None,
-    ) -> threading.Thread:
+    def run(self, part: Part, work: Callable[[], object], *, name: str = "") -> threading.Thread:
         """Run a part on a thread, as `run_optional` where it is not essential."""
         if part in ESSENTIAL:
             return self.run_thread(name or part.value, work)
-        return self.run_optional(part.value, work, name=name, answer=answer)
+        return self.run_optional(part.value, work, name=name)
+
+    def superseded(self, run_directory: Path, ours: Lease) -> Superseded | None:
+        """Return that a newer attempt holds the run; None where that is not so, or cannot be known now."""
+        try:
+            newer = lease.superseded(run_directory, ours)
+        except (OSError, LeaseError):
+            return None  # `watch_lease` looks again
+        return None if newer is None else superseded(self.clock.now(), newer)
 
     def failed(self, part: str, error: BaseException) -> bool:
         """Report a failure of an optional part as an event, too."""
@@ -82,6 +86,11 @@ class Inbox(loop_tools.Inbox[Event]):
         if new:
             self.put(PartFailed(at=self.clock.now(), part=str(part), error=shown(error)))
         return new
+
+
+def superseded(at: float, newer: Lease) -> Superseded:
+    """Return the event of a newer attempt that holds the run."""
+    return Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count)
 
 
 # Signals to the batch process become events.

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stepkeeper.core.events import Requested, RunDirectoryGone, Superseded
+from stepkeeper.core.events import Requested, RunDirectoryGone
 from stepkeeper.run_store import lease, requests
-from stepkeeper.supervisor.sources.process import Inbox, Part
+from stepkeeper.supervisor.sources.process import Inbox, Part, superseded
 from stepkeeper_trainer.formats.lease import LEASE_NAME, Lease, LeaseError
 
 LOOK_EVERY_S = 5.0
@@ -41,8 +41,7 @@ def watch_lease(run_directory: Path, ours: Lease, *, inbox: Inbox, on_error: Cal
                 return
             if newer is None:
                 pause.wait(LOOK_EVERY_S)
-        at = inbox.clock.now()
-        inbox.put(Superseded(at=at, by_job_id=newer.job_id, by_restart_count=newer.restart_count))
+        inbox.put(superseded(inbox.clock.now(), newer))
 
     inbox.run(Part.LEASE, work)
 

@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-frameworks-oldest test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -92,6 +92,10 @@ test-torch-oldest: setup  ## the trainer library on the oldest torch and Python 
 test-frameworks: compiled  ## checkpoints of the real Hugging Face, Lightning, DeepSpeed, Megatron ...: written, torn, chosen, resumed
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments
 	$(AS_ROOT) FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks tests/stories/test_framework_matrix.py tests/stories/test_framework_limits.py $(PYTEST) -rs
+
+test-frameworks-oldest: compiled  ## saves on notice with the oldest Lightning and Accelerate to which `--attach` attaches
+	$(AS_ROOT) FRAMEWORKS_VERSIONS=oldest FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m tests.frameworks.environments huggingface lightning
+	$(AS_ROOT) FRAMEWORKS_VERSIONS=oldest FRAMEWORKS_CACHE=$(FRAMEWORKS_CACHE) $(V)/python -m pytest -m frameworks tests/frameworks/test_attach.py -k "lightning or accelerate" $(PYTEST) -rs
 
 # an environment of its own, which has the packages of .venv besides
 STATE_PACKAGES ?= /var/tmp/stepkeeper-state-packages

@@ -324,6 +324,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             most = f"that of step {furthest} is {_shown(now)}, and was {_shown(then)}" if furthest is not None else ""
             repeated = f"the ranks did {steps} steps again after the resume, with losses as before"
             return f"{repeated}; {most}" if most else repeated
+        case r.ComputedWrongly():
+            return _computed_wrongly(reason)
         case r.ReplayDiffers():
             return _replay(reason)
         case _:
@@ -390,6 +392,15 @@ def _replay(said: r.ReplayDiffers) -> str:
         )
     changed = f"; changed since: {said.changed}" if said.changed else ""
     return f"{seen}{changed}{f'; new nodes: {_named(said.new)}' if said.new else ''}"
+
+
+def _computed_wrongly(said: r.ComputedWrongly) -> str:
+    gpu = f" ({said.gpu})" if said.gpu else ""
+    what = f" of {said.what}" if said.what else ""
+    return (
+        f"rank {said.rank} on {said.node}{gpu} computed a micro-batch twice at step {said.step} and came to other bits"
+        f"{what}: its GPU or its node computes wrongly; the newest confirmed step is {said.confirmed}"
+    )
 
 
 def _shown(loss: float | None) -> str:

@@ -9,13 +9,17 @@ from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.load.resume import choose_limits
+from stepkeeper_trainer.observe.confirmation import choose_every
 from stepkeeper_trainer.store.retention import Policy, choose_policy
 
 
 def test_what_the_run_was_given_counts_instead_of_the_script() -> None:
-    told = rank_variables(RunSettings(checkpoint_every="auto or 500 steps", retention="newest 2, every 10 percent"))
+    told = rank_variables(
+        RunSettings(checkpoint_every="auto or 500 steps", retention="newest 2, every 10 percent", confirm_every=50)
+    )
     read = read_environment(told)
     assert choose_rule(read.checkpoint_every, 7) == Rule(every_steps=500, auto=True)
+    assert choose_every(read.confirm_every, 7) == 50
     assert choose_policy(read.retention, "all", total_steps=100) == Policy(
         keep_last=2, every_percent=10.0, total_steps=100, epochs=False
     )

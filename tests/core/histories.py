@@ -128,6 +128,9 @@ FIELDS = {
         **_launch, "step": small, "steps": st.integers(1, 3), "worst": st.none() | small,
         "then": st.none() | st.just(1.0), "now": st.just(1.5), "deterministic": st.booleans(),
     },
+    on.Corrupted: {
+        **_launch, "rank": small, "node": _nodes, "step": small, "confirmed": small, "what": st.just("the loss"),
+    },
     on.SaveBegan: {**_launch, **_save},
     on.CheckpointCommitted: {
         **_launch, **_save, "directory": _directory, "bytes": small, "seconds": st.sampled_from((1.0, 300.0)),

@@ -103,7 +103,7 @@ def _call(command: list[str | Path]) -> None:
 
 
 def main() -> None:
-    for name in NAMES:
+    for name in sys.argv[1:] or NAMES:
         error = build(name)
         sys.stdout.write(f"{name}: {error or place(name)}\n")
         sys.stdout.flush()

@@ -87,7 +87,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Hangs, losses, slow nodes": (
         "policy.hang_watch", "policy.hang_least_s", "policy.hang_most_s", "policy.loss_not_finite",
-        "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "policy.slow_node",
+        "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "confirm_every", "policy.slow_node",
     ),
     "Storage and Slurm": (
         "free_gib_min", "group_readable", "slurm_client",

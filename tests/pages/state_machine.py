@@ -182,6 +182,7 @@ def _samples() -> dict[str, on.Event]:
         "Replayed, another loss": on.Replayed(
             at=AT, launch=0, step=905, steps=5, first=903, worst=903, then=1.0, now=1.5, deterministic=True
         ),
+        "Corrupted": on.Corrupted(at=AT, launch=0, rank=1, node="b", step=900, confirmed=800, what="the loss"),
         "SaveBegan": on.SaveBegan(at=AT, launch=0, step=901, save_id="s1"),
         "CheckpointCommitted, emergency": on.CheckpointCommitted(
             at=AT, launch=0, step=901, save_id="s1", directory=STEP, bytes=1, seconds=1.0, emergency=True

@@ -37,6 +37,8 @@ cause's row of the ladder (below).  A verdict of less confidence than {Limits().
 `unknown` does.
 
 What the supervisor itself saw is a root too: `progress-silence` is a hang, with what its ranks did (see below).
+`computed-wrongly` is a rank that came to other bits where it computed a micro-batch again
+([silent corruption](trainer-api.md#silent-corruption)).  It outweighs all other evidence.
 `loss-not-finite`, `loss-spike` and `loss-discontinuity` are numerical.  A rank that the supervisor killed is no
 evidence.  Nor are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
 
@@ -79,7 +81,8 @@ seconds apart.  All of it stays in the launch's logs, below `stacks/`:
   Python's faulthandler gives them.  Native stacks need py-spy.  The file also has what the kernel says of each thread
   and of the rank's children.  That is the state, the system call, and the file, socket or device of that call.
 - `collectives-rank-R.json`: where the rank is in each group's collectives.  A thread of the trainer library asks
-  torch's flight recorders for it (NCCL's, and that of CPU groups).
+  torch's flight recorders for it (NCCL's, and that of CPU groups).  NCCL's RAS is asked too
+  ([slow training](slow-training.md)).
 
 - `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
 - `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.

@@ -17,6 +17,7 @@ import ctypes
 import faulthandler
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -106,6 +107,33 @@ def wait_saved(step: int) -> None:
         time.sleep(0.05)
 
 
+Step = Callable[[train_lm.Training, int], tuple[float, float]]
+
+
+def corrupting(train_step: Step, how: str, step: int, launches: int, rank: int) -> Step:
+    """Have one product of matrices come to one wrong bit, in the second computation after a step."""
+    right, computations = torch.nn.functional.linear, 0
+
+    def wrong(*operands: torch.Tensor) -> torch.Tensor:
+        product = right(*operands)
+        product.data.view(-1).view(torch.int32)[0] ^= 1 << 12
+        return product
+
+    def count(*_: object) -> None:
+        nonlocal computations
+        computations += 1
+        torch.nn.functional.linear = wrong if computations == 2 else right
+
+    def corrupted(training: train_lm.Training, done: int) -> tuple[float, float]:
+        if done == step and int(os.environ["STEPKEEPER_LAUNCH"]) < launches:
+            wait_saved(done)
+            if training.place.rank == rank:
+                training.model.register_forward_pre_hook(count)
+        return train_step(training, done)
+
+    return corrupted if how == "corrupt" else train_step
+
+
 def is_slow() -> bool:
     """Whether this node has been named as one whose data comes late."""
     try:
@@ -118,7 +146,7 @@ def main() -> None:
     """Train, and fail at a step of the first launches of the run."""
     how, step, launches, rank = sys.argv[1], *map(int, sys.argv[2:5])
     del sys.argv[1:5]
-    train_step = train_lm.train_step
+    train_step = corrupting(train_lm.train_step, how, step, launches, rank)
     poisoned = []
 
     def failing_step(training: train_lm.Training, done: int) -> tuple[float, float]:
@@ -142,7 +170,7 @@ def main() -> None:
             loss = float("nan")
             if training.place.rank == rank:
                 raise FloatingPointError(f"loss is {loss} at step {step}")
-        elif now and training.place.rank == rank and how != "poison":
+        elif now and training.place.rank == rank and how not in ("poison", "corrupt"):
             fail(how)
         return loss, norm
 

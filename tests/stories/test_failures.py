@@ -137,6 +137,32 @@ COLLECTIVE = {
     "hang": r"rank 0 waits in \w+ #\d+ of the default group, rank 1 has not entered it \(the newest it entered is \w+",
     "stopped": r"rank 0 waits in \w+ #\d+ of the default group, rank 1 does not answer",
 }
+
+
+@pytest.mark.campaign
+def test_a_rank_that_computes_wrongly_has_its_node_left_and_a_confirmed_step_is_resumed(
+    lab: Lab, reference: Training
+) -> None:
+    """One wrong bit of one product, in the second of two computations: nothing else shows it."""
+    run_args = ("--spares=1", "--confirm-every=10")
+    training = failing(lab, "corrupt", step=20, nodes=3, step_seconds=0.2, run_args=run_args)
+    training.wait_end()
+
+    (said,) = [record.event for record in training.events(on.Corrupted)]
+    assert (said.rank, said.step, said.confirmed) == (1, 20, 10), training.story()
+    assert [record.event.step for record in training.events(on.RolledBack)] == [10], training.story()
+    first, second = training.launches()
+    assert said.node == first[1]
+    assert said.node not in second, training.story()
+    told = lineage.read(training.run_dir / "checkpoints")
+    assert told is not None
+    suspect = {told.commits[save_id].step for save_id, marks in told.marks.items() if lineage.SUSPECT in marks}
+    assert suspect == {20}
+    assert "CorruptionError" not in training.output(), "an error of ours has no traceback"
+    assert_complete(training, reference)
+    assert_replays(training)
+
+
 IMPATIENT = ("--set", "policy.hang_least_s=8", "--set", "policy.hang_most_s=40")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,10 +20,12 @@ from stepkeeper_trainer.coordinate.ending import install_excepthook
 from stepkeeper_trainer.coordinate.requests import Periodic, Requests, SnapshotClock, owner
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import StepkeeperError, UsageError, check_seconds
+from stepkeeper_trainer.formats.manifest import CONFIRMED
 from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.observe import collectives
+from stepkeeper_trainer.observe.confirmation import Confirmation, choose_every
 from stepkeeper_trainer.observe.exactness import Exactness, begin_replay
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
 from stepkeeper_trainer.observe.straggler_probe import StragglerProbe
@@ -39,17 +41,21 @@ from stepkeeper_trainer.store.run_directory import keep_house
 from stepkeeper_trainer.tiers.tiering import find_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from stepkeeper_trainer.tiers.tier import Tiers
 
 
+T = TypeVar("T")
 SAVE_WITHIN_S = 600.0
 LAST_SECONDS_S = 20.0  # for a save in flight when training fails
 
 
 class CheckpointManager:
     """Each rank makes one, when the model is sharded; all ranks call its methods in the same order."""
+
+    _confirmation: Confirmation | None = None  # where steps are confirmed
+    _records: Records | None = None  # on rank 0
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class CheckpointManager:
         retention: str | Policy | None = None,
         seed: int = 0,
         save_within_s: float = SAVE_WITHIN_S,
+        confirm_every: int | None = None,
         read_back: bool = False,
         storage_test: str | int = "quick",
         tracker: Tracker | None = None,
@@ -95,6 +102,8 @@ class CheckpointManager:
                 it is set.
             seed: for the generators of ranks that a checkpoint does not know.
             save_within_s: how long one save may take.
+            confirm_every: have `confirm` compute twice at every so many steps, and compare; never if it is not given.
+                `STEPKEEPER_CONFIRM_EVERY` counts instead, where it is set.
             read_back: each rank reads its files back from the disk before a save counts, but where the job is to end.
             storage_test: a dummy save beside the first steps, on each node: `quick`, a number of bytes, or `off`.
             tracker: where losses and metrics go besides `metrics.csv`, such as `MlflowTracker("experiment")`.
@@ -132,11 +141,16 @@ class CheckpointManager:
         self._policy = choose_policy(self._environment.retention, retention, total_steps=total_steps)
         self._test_bytes = guard.bytes_to_test(storage_test)
         self._total_steps, self._save_within_s = total_steps, save_within_s
+        self._confirm_every = choose_every(self._environment.confirm_every, confirm_every)
         self._group = groups.new_group(save_within_s)
         agree_within_s = max(save_within_s, groups.hang_limit_s())
         self._agreement = Agreement(groups.new_group(agree_within_s + save_within_s), within_s=agree_within_s)
         self._agreement.check_alike(
-            hooks=self._hooks, every=str(self._rule), total_steps=total_steps, overlap_copies=overlap_copies
+            hooks=self._hooks,
+            every=str(self._rule),
+            confirm_every=self._confirm_every,
+            total_steps=total_steps,
+            overlap_copies=overlap_copies,
         )
         self._notices = groups.new_group(agree_within_s) if self._hooks else None
         self._nodes = self._agreement.gather(self._environment.node)  # of the ranks
@@ -149,8 +163,7 @@ class CheckpointManager:
         self._requests = Requests(self._link, signals=attach_signals)
         self.listeners = Listeners()  # told of each commit
         self._tiering = find_tiers(tiers, self._commits, self._agreement, self.rank, self.world_size)
-        self._records: Records | None = None  # on rank 0
-        self._exactness: Exactness | None = None  # the same
+        self._exactness: Exactness | None = None  # on rank 0
         self._counters = Counters(seed=seed)
         self._state = TrainingState(state, counters=self._counters, rank=self.rank, world_size=self.world_size)
         self._last_step = LastStep(self._state)
@@ -244,6 +257,7 @@ class CheckpointManager:
                 run_directory=self.run_dir,
                 environment=self._environment,
             )
+        self._confirm_from(resumed)
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
@@ -256,6 +270,33 @@ class CheckpointManager:
         self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
+
+    def confirm(self, compute: Callable[[], T]) -> T:
+        """Compute, and every `confirm_every` steps twice before it, to find a device that computes wrongly.
+
+        Give it the first micro-batch of a step: `loss = manager.confirm(lambda: forward_and_backward(batch))`.  The
+        loss and the gradients of each rank are compared bit for bit, and nothing is left of the computations besides
+        the last one.  A run that is not deterministic is recognised in its second step, and left alone.
+
+        Args:
+            compute: forward and backward of data that is fetched already; it returns the loss, and changes no
+                parameter.
+
+        Returns:
+            what `compute` returned.
+
+        Raises:
+            CorruptionError: a rank came to other bits: on all ranks, and the supervisor leaves its node.
+            UsageError: `compute` changes parameters, or ranks differ in whether they call this.
+        """
+        self._ready()
+        confirmation, resumed = self._confirmation, self._resumed
+        done = self.step - ((resumed.step if resumed is not None else None) or 0)
+        if confirmation is not None and confirmation.due(self.step, done):
+            confirmation.check(compute, self.step)
+            self._state.confirmed = None if confirmation.off else confirmation.confirmed
+            self.alive()
+        return compute()
 
     def restore_random_state(self) -> None:
         """Put the random generators back to where `resume` has set them, where something has drawn from them since.
@@ -308,6 +349,8 @@ class CheckpointManager:
         self._periodic.step(counters.step, epoch_end=epoch_end)
         self._snapshots.step(counters.step)
         self._boundary.note_metrics(metrics)
+        if self._confirmation is not None and self.rank == 0:
+            self._confirmation.note_step(counters.step)
         agreed = self._listen()
         if not self._prepared:
             self._prepared = True
@@ -426,6 +469,22 @@ class CheckpointManager:
         if self._tiering is not None:
             self._ready().flush(self._ready().save_sequence, limit_at)
             self._tiering.finish_copies(limit_at)
+
+    def _confirm_from(self, resumed: resuming.Resumed) -> None:
+        """Begin to confirm steps, if that is wanted; what is not known to be wrong before this launch counts."""
+        if self._confirm_every is None:
+            return
+        known = resumed.manifest.state.get(CONFIRMED) if resumed.manifest is not None else None
+        self._state.confirmed = known if isinstance(known, int) else resumed.step or 0
+        self._confirmation = Confirmation(
+            self._confirm_every,
+            [part.module for part in self._state.modules.values()],
+            agreement=self._agreement,
+            link=self._link,
+            rank=self.rank,
+            node=self._environment.node,
+            confirmed=self._state.confirmed,
+        )
 
     def _wire(self, resumed: resuming.Resumed) -> Saver:
         """Make what works from the first step on; all ranks at the same time."""

@@ -37,6 +37,7 @@ class Environment:
     goes_back: bool = False  # on purpose: what a tier has newer must never return
     checkpoint_every: str | None = None  # counts instead of what the script says
     retention: str | None = None  # the same
+    confirm_every: str | None = None  # the same
     supervisor_version: str = ""  # its release; 0.1.0 does not say
     skip_data: tuple[LeftOut, ...] = ()
     reliability: tuple[float, float] | None = None  # failures of the infrastructure, and node-hours, of the run so far
@@ -83,6 +84,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         goes_back=environ.get("STEPKEEPER_RESUME_NEWEST") == "",
         checkpoint_every=environ.get("STEPKEEPER_CHECKPOINT_EVERY") or None,
         retention=environ.get("STEPKEEPER_RETENTION") or None,
+        confirm_every=environ.get("STEPKEEPER_CONFIRM_EVERY") or None,
         supervisor_version=environ.get("STEPKEEPER_RELEASE", ""),
         skip_data=_windows(environ.get("STEPKEEPER_SKIP_DATA", "")),
         reliability=_reliability(environ.get(RELIABILITY_VARIABLE)),

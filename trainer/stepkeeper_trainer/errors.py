@@ -62,6 +62,10 @@ class SaveError(StepkeeperError):
     """A save came to nothing; older step directories are untouched."""
 
 
+class CorruptionError(StepkeeperError):
+    """A rank comes to other bits where it computes the same again: its GPU, or the node, computes wrongly."""
+
+
 class UnequalError(SaveError):
     """Ranks hold different values under one name: nothing has failed, and the save is taken again with each value."""
 

@@ -15,7 +15,7 @@ from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.tiers.tier import TierError, Tiers
 
 PORT_MAX = 65535
-_KEYS = ("checkpoint_every", "retention")
+_KEYS = ("checkpoint_every", "retention", "confirm_every")
 
 
 def rank_variables(settings: RunSettings) -> dict[str, str]:

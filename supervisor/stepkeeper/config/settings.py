@@ -104,6 +104,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which steps are kept, instead of what the script says: `all`, or some of `newest 3`, `every 1000 steps`,
     `every 10 percent`, `epoch ends`, `best loss 2`, with commas between (docs/retention.md)."""
 
+    confirm_every: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
+    """Find silent data corruption (SDC): at every so many steps the ranks compute the first micro-batch twice, if the
+    script calls `manager.confirm()`, and compare it bit for bit.  A rank that differs has its node left, and training
+    goes back to the newest confirmed step (docs/trainer-api.md)."""
+
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
     """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
     run directory beside training (docs/tiers.md)."""

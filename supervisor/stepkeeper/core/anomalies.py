@@ -108,6 +108,47 @@ def _distance(then: float | None, now: float | None) -> float:
     return abs(math.log(now / then)) if then > 0 and now > 0 else abs(now - then)
 
 
+# What follows from a rank that computed the same twice and came to other bits.
+
+CORRUPTED = "computed-wrongly"
+
+
+def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
+    """End the launch: the next one leaves the node, and goes back to the last step that was confirmed.
+
+    The ranks end by themselves too, and that may be heard of first.
+    """
+    if not state.launch.runs(event.launch):
+        return Decision(state)
+    said = because.ComputedWrongly(
+        rank=event.rank,
+        node=event.node,
+        step=event.step,
+        confirmed=event.confirmed,
+        what=event.what,
+        gpu=event.gpu,
+    )
+    before = state.launch.found
+    if before is not None and before.rule == CORRUPTED:  # several ranks at once: one node is left, all are told of
+        back_to = min(event.confirmed, event.confirmed if before.back_to is None else before.back_to)
+        found = replace(before, reasons=(*before.reasons, said), back_to=back_to)
+    else:
+        found = Finding(
+            cause=Cause.NODE_FAULT,
+            rule=CORRUPTED,
+            reasons=(said,),
+            node=event.node,
+            rank=event.rank,
+            step=event.step,
+            back_to=event.confirmed,
+        )
+    look = do.Look(node=event.node, reasons=(said,))
+    if state.phase is Phase.TRAINING:
+        ended = kill_for(state, event.at, found, policy)
+        return Decision(ended.state, (*ended.effects, look), ended.why)
+    return Decision(replace(state, launch=replace(state.launch, found=found)), (look,), (said,))
+
+
 # What follows from a node that holds the others up, and from a launch that steps slower than those before.
 
 REPLACE = "replace"

@@ -13,7 +13,7 @@ from typing import assert_never
 
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.anomalies import on_nodes_paced, on_replayed
+from stepkeeper.core.anomalies import on_corrupted, on_nodes_paced, on_replayed
 from stepkeeper.core.bus import on_watcher_lost
 from stepkeeper.core.deadlines import on_tick
 from stepkeeper.core.faults import (
@@ -123,6 +123,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return on_nodes_paced(state, event, policy)
         case on.Replayed():
             return on_replayed(state, event, policy)
+        case on.Corrupted():
+            return on_corrupted(state, event, policy)
         case on.SaveBegan():
             return on_save_began(state, event, policy)
         case on.CheckpointCommitted():

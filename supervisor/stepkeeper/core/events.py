@@ -33,6 +33,7 @@ Where each comes from, and what may be concluded from it:
                         the trainer library, for all ranks; Progressed also what a script without it prints
                         (`actions.log_progress`)
     Replayed            the trainer library of rank 0, from `metrics.csv`
+    Corrupted           the trainer library of the rank that computed wrongly
     NodesPaced          the trainer library of every rank, reduced by the watchers and put together by `sources.bus`
     LaunchEnded         the training step's srun and `outcome.json` (`actions.launch`): it outweighs every word
     LaunchRefused       the operating system: srun could not be executed (`actions.launch`)
@@ -426,6 +427,17 @@ class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
     changed: str = ""  # what has
 
 
+class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
+    """A rank came to other bits where it computed a micro-batch again: its device computes wrongly."""
+
+    rank: int
+    node: str
+    step: int  # that was done before it
+    confirmed: int  # the newest step at which all ranks came to the same bits
+    what: str = ""  # differs: the loss, names of gradients
+    gpu: str = ""
+
+
 class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
     """How long the slowest rank of each node worked itself for a step, without what it waited for others.
 
@@ -564,6 +576,7 @@ Event = (
     | Progressed
     | NodesPaced
     | Replayed
+    | Corrupted
     | SaveBegan
     | CheckpointCommitted
     | SaveFailed

@@ -863,6 +863,17 @@ class ReplayDiffers(_Reason, frozen=True, kw_only=True):
     changed: str = ""
 
 
+class ComputedWrongly(_Reason, frozen=True, kw_only=True):
+    """A rank came to other bits where it computed a micro-batch again."""
+
+    rank: int
+    node: str
+    step: int
+    confirmed: int  # the newest step that was confirmed
+    what: str = ""  # differs
+    gpu: str = ""
+
+
 # --- of release 0.1 -------------------------------------------------------------------------------
 
 
@@ -1005,6 +1016,7 @@ Reason = (
     | LaunchSlow
     | ReplayEqual
     | ReplayDiffers
+    | ComputedWrongly
     | Sentence
 )
 
@@ -1021,3 +1033,4 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: str = ""
     rank: int | None = None
     step: int | None = None  # where it began
+    back_to: int | None = None  # no later step may be resumed from

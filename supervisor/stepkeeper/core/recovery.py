@@ -95,6 +95,9 @@ def found(said: on.Judged) -> because.CauseFound:
 def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -> Decision:
     """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
     failed_at = state.failure.step if state.failure is not None else None
+    wrong = state.launch.found
+    if wrong is not None and wrong.back_to is not None:  # the ranks have proved it: no log says more
+        said = replace(said, cause=wrong.cause, rule=wrong.rule, node=wrong.node, rank=wrong.rank, confidence=1.0)
     cause = said.cause if said.confidence >= policy.judged_from else Cause.UNKNOWN
     if cause in OF_NODE and said.node and said.node not in state.launch.nodes:
         cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
@@ -205,6 +208,20 @@ def _skip_data(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
     said = because.DataLeftOut(step=window.step, steps=window.steps)
     resume = replace(state.resume, skipped_data=(*state.resume.skipped_data, window))
     return replace(state, resume=resume), (*why, said)
+
+
+def roll_back_to(state: State, at: float, step: int, why: Why, policy: Policy) -> Decision:
+    """Go back to a step that is known to be right, or the newest one before it: what came later may be wrong."""
+    resume = replace(state.resume, choice=Choice.ROLLING_BACK, went_back=True)
+    state = waiting(replace(state, resume=resume), at, policy)
+    effect = do.RollBack(
+        launch=state.launch.number,
+        below_step=step + 1,
+        reasons=why,
+        suspect=True,
+        skipped_data=state.resume.skipped_data,
+    )
+    return Decision(state, (effect,), (*why, because.GoBackBelow(step=step + 1)))
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:

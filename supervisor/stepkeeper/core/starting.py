@@ -27,7 +27,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.placement import common, places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.recovery import past, settle
+from stepkeeper.core.recovery import past, roll_back_to, settle
 from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import (
@@ -183,6 +183,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     """The newest verified step directory is known, and with it the progress since the last launch."""
     if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
+    wrong = state.launch.found
+    if wrong is not None and wrong.back_to is not None and event.step is not None and event.step > wrong.back_to:
+        return roll_back_to(state, event.at, wrong.back_to, wrong.reasons, policy)
     progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
     resume = replace(
         state.resume,

@@ -173,6 +173,10 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             yield "save failed", f"step {event.step}: {event.error}", ""
         case on.CheckpointCommitted() if event.drift:
             yield "copies differ", f"step {event.step}: {event.drift}", ""
+        case on.Corrupted():
+            gpu = f" ({event.gpu})" if event.gpu else ""
+            what = f"step {event.step}, rank {event.rank}{gpu}: {event.what}; confirmed is step {event.confirmed}"
+            yield "computed wrongly", what, event.node
         case on.CheckpointChosen():
             for skipped in event.skipped:
                 yield "step damaged", f"{name_of(skipped.directory)}: {skipped.problem}", ""

@@ -66,6 +66,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "RankExited": {"rank": 1, "node": "b"},
     "Progressed": {"tokens": 0, "loss": 1.0, "step_seconds": 1.0},
     "Replayed": {"step": 20, "steps": 10},
+    "Corrupted": {"rank": 1, "node": "b", "step": 40, "confirmed": 20, "what": "the loss", "gpu": "GPU 1"},
     "NodesPaced": {"step": 1, "step_seconds": 1.0},
     "SaveBegan": {"save_id": "s1"},
     "CheckpointCommitted": {"save_id": "s1", "bytes": 1, "seconds": 1.0},

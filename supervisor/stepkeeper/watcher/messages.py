@@ -223,6 +223,7 @@ class Entered(_Line, frozen=True, kw_only=True, tag="entered"):
     number: int  # of the request
     rank: int
     place: Place
+    ranks: str = ""  # all that are at this very place, as of `collectives.compress`; empty: `rank` alone
 
 
 class StacksTaken(_Line, frozen=True, kw_only=True, tag="stacks_taken"):

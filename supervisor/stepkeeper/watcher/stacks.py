@@ -3,7 +3,7 @@
 Python's come first, quickly: by py-spy where it is installed, else the trainer library has Python's faulthandler write
 them on a signal.  They stay in the launch's logs, each taken twice: a rank whose stack has changed is not stuck.  Then
 py-spy takes the native frames, with a time limit of its own: what goes wrong there is told, and costs nothing else.
-At last the ranks are asked where they are in their collectives (`accounts`).
+At last the ranks are asked where they are in their collectives (`flight_recorder`), and NCCL is (`nccl_ras`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from stepkeeper.watcher.frames import (
     says_it_all,
 )
 from stepkeeper.watcher.messages import Assignment
+from stepkeeper.watcher.nccl_ras import WITHIN_S as RAS_WITHIN_S
+from stepkeeper.watcher.nccl_ras import RasWitness
 from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
@@ -125,12 +127,14 @@ class StackTaker:
     def _take(self, wanted: bus.Stacks, pids: dict[int, int]) -> None:
         self._files = _Files()
         try:
+            ras = RasWitness(pids, within_s=BRIEF_S if wanted.brief else RAS_WITHIN_S)
             spy = self._find_spy()
             first = self._sample(spy, wanted.launch, pids)
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
             time.sleep(self._apart_s)
+            ras.look_again()
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             families_on = {rank: kernel.of_family(pids[rank]) for rank in families}
@@ -185,6 +189,15 @@ class StackTaker:
             for rank, places in sorted(asked.take().items()):
                 for place in places:
                     self._say(bus.Entered(node=self._node, number=wanted.number, rank=rank, place=place))
+            for behind in ras.take():
+                said = bus.Entered(
+                    node=self._node,
+                    number=wanted.number,
+                    rank=behind.first,
+                    place=behind.place,
+                    ranks=behind.ranks,
+                )
+                self._say(said)
             self._files.close(WRITTEN_WITHIN_S)
             self._say(bus.StacksTaken(node=self._node, number=wanted.number))
         finally:

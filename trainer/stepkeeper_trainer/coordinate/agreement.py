@@ -50,6 +50,7 @@ class Call(IntEnum):
     BEGIN = 5  # a save that is waited for, in a step
     TAKE_OVER = 6  # whether that save takes the place of the one in flight
     EVALUATION = 7  # between two batches of an evaluation
+    CONFIRM = 8  # in a step, of which the first micro-batch is computed again
 
     @property
     def method(self) -> str:
@@ -63,6 +64,7 @@ class Call(IntEnum):
             "step_done(), in a save",
             "step_done(), before a save",
             "an evaluation",
+            "confirm()",
         )[self]
 
 

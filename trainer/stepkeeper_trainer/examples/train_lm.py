@@ -42,6 +42,7 @@ class Training:
     options: argparse.Namespace
     place: Place
     device: torch.device
+    manager: CheckpointManager
 
 
 def main() -> None:
@@ -80,8 +81,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, options))
 
-    training = Training(model, optimizer, sampler, corpus, options, place, device)
-
     manager = CheckpointManager(
         {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler},
         every=options.checkpoint_every or options.checkpoint_every_steps,
@@ -93,6 +92,7 @@ def main() -> None:
         attach_signals=True,  # SIGTERM and SIGUSR1 save and stop, outside Slurm too
         attach_excepthook=True,  # an error of the library ends the program with its exit code, and no traceback
     )
+    training = Training(model, optimizer, sampler, corpus, options, place, device, manager)
     manager.resume()
     gc.freeze()
     gc.enable()
@@ -125,14 +125,21 @@ def train_step(training: Training, step: int) -> tuple[float, float]:
     micro_batches = options.batch // options.micro_batch
     own = range(place.rank, micro_batches, place.world_size)
     total = torch.zeros((), dtype=torch.float64)
-    for index, micro_batch in enumerate(own):
+
+    def compute(index: int) -> torch.Tensor:
+        micro_batch = own[index]
         if isinstance(model, FSDPModule):  # gradients cross ranks once a step, with the last micro-batch
             model.set_requires_gradient_sync(index == len(own) - 1)
         model.dropout.key(options.seed, step, micro_batch)
         samples = training.sampler.micro_batch(micro_batch, options.micro_batch)
         loss = model(*training.corpus.batch(samples, training.device))
         (loss / len(own)).backward()
-        total += loss.detach().double().cpu()
+        mean: torch.Tensor = loss.detach().double().cpu()
+        return mean
+
+    for index in range(len(own)):
+        # the first one may be computed twice, to find a GPU that computes wrongly (--confirm-every of `stepkeeper run`)
+        total += compute(index) if index else training.manager.confirm(lambda: compute(0))
     if place.world_size > 1:
         dist.all_reduce(total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)

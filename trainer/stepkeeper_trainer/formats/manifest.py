@@ -43,6 +43,7 @@ FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
 MODULES = "modules"  # in `state`: the names of what is a module, the model first
 LEFT_OUT = "left_out"  # in `state`: data that the state has never seen, each {"step", "epoch", "consumed", "samples"}
+CONFIRMED = "confirmed"  # in `state`: the newest step that was confirmed before the save
 PENDING_NAME = "MANIFEST.pending"  # sealed, of a save whose files are on the nodes' own disks yet
 CHUNK_BYTES = 16 * 1024 * 1024
 _NO_PARTS = frozenset(("", ".", ".."))  # of a plain path: absolute, doubled slashes, and ways out

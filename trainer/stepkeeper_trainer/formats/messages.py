@@ -91,6 +91,16 @@ class Replayed(_Message, frozen=True, kw_only=True, tag="replayed"):
     changed: str = ""  # what has
 
 
+class Corrupted(_Message, frozen=True, kw_only=True, tag="corrupted"):
+    """A rank came to other bits where it computed a micro-batch again: its device computes wrongly."""
+
+    rank: int
+    step: int  # that was done before it
+    confirmed: int  # the newest step at which all ranks came to the same bits
+    what: str = ""  # differs: the loss, names of gradients
+    gpu: str = ""
+
+
 class SaveStarted(_Message, frozen=True, kw_only=True, tag="save_started"):
     """Rank 0: all ranks have agreed to save `step`."""
 
@@ -148,7 +158,17 @@ class SaveRequest(_Message, frozen=True, kw_only=True, tag="save_request"):
 
 
 FromRank = (
-    TaskStarted | TaskExited | Hello | Progress | Replayed | SaveStarted | Committed | SaveFailed | Finished | Stopped
+    TaskStarted
+    | TaskExited
+    | Hello
+    | Progress
+    | Replayed
+    | Corrupted
+    | SaveStarted
+    | Committed
+    | SaveFailed
+    | Finished
+    | Stopped
 )
 ToRank = SaveRequest
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from stepkeeper_trainer.errors import ResumeError, StateError, StepkeeperError, UsageError
-from stepkeeper_trainer.formats.manifest import LEFT_OUT, MODULES
+from stepkeeper_trainer.formats.manifest import CONFIRMED, LEFT_OUT, MODULES
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.state import random_state
@@ -118,6 +118,7 @@ class TrainingState:
         self.private: Private = {}
         self.packed: list[Any] = []  # on rank 0: the private names of all ranks
         self.drifted: list[str] = []  # on rank 0: names that all ranks hold alike by their type, and do not
+        self.confirmed: int | None = None  # the newest step at which all ranks computed the same bits twice
         self._saved: dict[str, Any] = {}  # skeletons of the checkpoint that is being loaded
         self._keys: dict[str, str] = {}  # of what is being loaded, by name
         self._rng: dict[str, str] = {}
@@ -370,6 +371,7 @@ class TrainingState:
             "loss_history": True,
             **({"drift": self.drifted[:DRIFT_MAX]} if self.drifted else {}),
             **({"tied": tied} if tied else {}),
+            **({CONFIRMED: self.confirmed} if self.confirmed is not None else {}),
             **({LEFT_OUT: left_out} if (left_out := self._left_out()) else {}),
         }
 

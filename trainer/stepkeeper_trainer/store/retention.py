@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from stepkeeper_trainer.errors import UsageError
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats.durable import fsync_directory
+from stepkeeper_trainer.formats.manifest import CONFIRMED
 from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import StepDirectory, current_lineage, list_steps
@@ -111,6 +112,7 @@ class Candidate:
     current: bool = True  # leads to the state that training is in now
     marks: frozenset[str] = frozenset()
     metric: float | None = None
+    confirmed: int | None = None  # the newest step that was confirmed before it was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,9 @@ def _untouchable(candidates: list[Candidate]) -> Iterator[tuple[str, str]]:
 def _wanted(counted: list[Candidate], policy: Policy) -> Iterator[tuple[str, str]]:
     for candidate in counted[: policy.keep_last]:
         yield candidate.name, f"one of the newest {policy.keep_last}"
+    confirmed = next((each.confirmed for each in counted), None)
+    for candidate in [each for each in counted if confirmed is not None and each.step <= confirmed][:1]:
+        yield candidate.name, "the newest that is confirmed: silent corruption leads back to it"
     yield from _milestones(counted, policy)
     for candidate in counted:
         if policy.epochs and lineages.EPOCH in candidate.marks:
@@ -233,6 +238,7 @@ def look(
                 current=step.path in current,
                 marks=marks.get(manifest.save_id, frozenset()) if manifest else frozenset(),
                 metric=_metric(step, policy),
+                confirmed=manifest.state.get(CONFIRMED) if manifest else None,
             )
         )
     return found

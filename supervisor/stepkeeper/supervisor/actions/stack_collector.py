@@ -14,7 +14,7 @@ from stepkeeper.diagnosis import collectives
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher.frames import says_it_all
-from stepkeeper_trainer.formats.collectives import Place
+from stepkeeper_trainer.formats.collectives import Place, expand
 
 SHOWN_MAX = 4  # kinds of what ranks do, in the summary
 RANKS_SHOWN_MAX = 4
@@ -57,7 +57,8 @@ class StackCollector:
                 self._below[word.rank] = word.where
                 return
             if isinstance(word, lines.Entered):
-                self._places[word.rank].append(word.place)
+                for rank in expand(word.ranks) | {word.rank}:
+                    self._places[rank].append(word.place)
                 return
             self._missing.discard(word.node)
             complete = not self._missing

@@ -71,6 +71,7 @@ EVENTS: dict[type[words.FromRank], Any] = {
     words.Hello: on.RankHello,
     words.Progress: on.Progressed,
     words.Replayed: on.Replayed,
+    words.Corrupted: on.Corrupted,
     words.SaveStarted: on.SaveBegan,
     words.Committed: on.CheckpointCommitted,
     words.SaveFailed: on.SaveFailed,

@@ -128,6 +128,8 @@ def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
         what=event.what,
         gpu=event.gpu,
     )
+    # a rollback before this launch leaves out nothing that this launch has put into a tier
+    state = replace(state, resume=replace(state.resume, went_back=False))
     before = state.launch.found
     if before is not None and before.rule == CORRUPTED:  # several ranks at once: one node is left, all are told of
         back_to = min(event.confirmed, event.confirmed if before.back_to is None else before.back_to)

@@ -210,18 +210,21 @@ def _skip_data(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
     return replace(state, resume=resume), (*why, said)
 
 
-def roll_back_to(state: State, at: float, step: int, why: Why, policy: Policy) -> Decision:
-    """Go back to a step that is known to be right, or the newest one before it: what came later may be wrong."""
+def roll_back_below(state: State, at: float, step: int, why: Why, policy: Policy) -> Decision:
+    """Go back to the newest step below one: what came later may be wrong, on shared storage and in each tier.
+
+    The lineage says so also where shared storage has nothing later: then a tier's steps return in no attempt.
+    """
     resume = replace(state.resume, choice=Choice.ROLLING_BACK, went_back=True)
     state = waiting(replace(state, resume=resume), at, policy)
     effect = do.RollBack(
         launch=state.launch.number,
-        below_step=step + 1,
+        below_step=step,
         reasons=why,
         suspect=True,
         skipped_data=state.resume.skipped_data,
     )
-    return Decision(state, (effect,), (*why, because.GoBackBelow(step=step + 1)))
+    return Decision(state, (effect,), (*why, because.GoBackBelow(step=step)))
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:

@@ -27,7 +27,7 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.placement import common, places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
-from stepkeeper.core.recovery import past, roll_back_to, settle
+from stepkeeper.core.recovery import past, roll_back_below, settle
 from stepkeeper.core.scale_up import launched, take_back
 from stepkeeper.core.silence import first_word_by
 from stepkeeper.core.state import (
@@ -183,9 +183,9 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     """The newest verified step directory is known, and with it the progress since the last launch."""
     if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
-    wrong = state.launch.found
-    if wrong is not None and wrong.back_to is not None and event.step is not None and event.step > wrong.back_to:
-        return roll_back_to(state, event.at, wrong.back_to, wrong.reasons, policy)
+    state, led_back = _led_back(state, event, policy)
+    if led_back is not None:
+        return led_back
     progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
     resume = replace(
         state.resume,
@@ -222,6 +222,17 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
         plan = Plan(next=Next.END, why=failed, code=ExitCode.TRAINING_FAILED)
         return stop(state, event.at, plan, policy)
     return go_on_starting(state, event.at, policy, why)
+
+
+def _led_back(state: State, event: on.CheckpointChosen, policy: Policy) -> tuple[State, Decision | None]:
+    """After silent corruption take nothing newer than what was confirmed, be it on shared storage or in a tier."""
+    wrong = state.launch.found
+    if wrong is None or wrong.back_to is None:
+        return state, None
+    if event.step is not None and (event.step > wrong.back_to or not state.resume.went_back):
+        below = min(wrong.back_to, event.step) + 1
+        return state, roll_back_below(state, event.at, below, wrong.reasons, policy)
+    return replace(state, resume=replace(state.resume, went_back=True)), None
 
 
 def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> Decision:

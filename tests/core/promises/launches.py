@@ -115,10 +115,14 @@ def a_library_that_withdrew_is_revived_by_rank_0_alone(turns):
 
 @promise
 def a_rollback_goes_back(turns):
-    """Never to the step that training came from, and never while ranks run."""
+    """Never to the step that training came from, unless that is confirmed, and never while ranks run."""
     for turn in turns:
         for effect in turn.ordered(do.RollBack):
-            assert effect.below_step <= turn.after.resume.step  # which the same turn may have chosen
+            wrong = turn.before.launch.found
+            if isinstance(turn.event, on.CheckpointChosen) and wrong is not None and wrong.back_to is not None:
+                assert effect.below_step <= min(wrong.back_to, turn.event.step) + 1
+            else:
+                assert effect.below_step <= turn.after.resume.step  # which the same turn may have chosen
             assert not turn.after.launch.running
             assert turn.after.deadline_at is not None or Gate.STORAGE in closed_gates(turn.after)
             assert not turn.after.resume.chosen

@@ -20,7 +20,7 @@ from stepkeeper.core.phases import Decision, kill_for
 from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Reason, Why
-from stepkeeper.core.state import Phase, State
+from stepkeeper.core.state import Next, Phase, State
 
 OFF, REPORT, ROLLBACK = WATCH = ("off", "report", "rollback")
 
@@ -145,7 +145,9 @@ def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
             back_to=event.confirmed,
         )
     look = do.Look(node=event.node, reasons=(said,))
-    if state.phase is Phase.TRAINING:
+    plan = state.leaving.plan
+    saves = state.phase is Phase.SAVING and plan is not None and plan.next is Next.REQUEUE
+    if state.phase is Phase.TRAINING or saves:  # a requeue of its own would forget it: what is saved may be wrong
         ended = kill_for(state, event.at, found, policy)
         return Decision(ended.state, (*ended.effects, look), ended.why)
     return Decision(replace(state, launch=replace(state.launch, found=found)), (look,), (said,))

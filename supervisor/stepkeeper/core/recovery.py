@@ -166,6 +166,8 @@ def _word(state: State, node: str, row: tuple[Try, ...], count: int) -> tuple[in
         if index + 1 == len(row) or row[index + 1].rung is Rung.STOP:
             return index, Try(Rung.RELAUNCH)
         index += 1
+    if row[index].rung is Rung.LEAVE and state.leaving.leave_at is not None:  # Slurm takes the others too
+        return index, Try(Rung.REQUEUE)
     return index, row[index]
 
 

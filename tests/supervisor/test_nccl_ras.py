@@ -23,7 +23,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.diagnosis import collectives
 from stepkeeper.loop_tools import Clock
-from stepkeeper.supervisor.actions.stack_collector import StackCollector, is_awaited
+from stepkeeper.supervisor.actions.stack_collector import StackCollector, is_awaited, recorded_first, trust
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher import nccl_ras
@@ -114,6 +114,36 @@ def test_it_shows_that_others_wait_for_a_rank_that_only_sleeps() -> None:
     assert not is_awaited(stood)
     known = places(find_behind(status(WORLD), status(WORLD), PIDS))
     assert is_awaited(stood, collectives.compare(known, range(4)))
+
+
+@pytest.mark.parametrize(
+    ("where", "state", "suspect"),
+    [
+        ("is in step (train.py:9)", {}, None),  # in `loss.item()`, for all that its stack tells
+        ("is in step (train.py:9)", {"idle": True}, None),
+        ("waits in synchronize", {"waits": True}, None),
+        ("is in step (train.py:9)", {"idle": True, "sleeps": True}, 2),
+        ("was stopped by a signal", {"halted": True}, 2),
+        ("is in the data loader (train.py:9 in step)", {}, 2),
+    ],
+)
+def test_who_has_issued_less_may_wait_for_its_gpu(where: str, state: dict[str, bool], suspect: int | None) -> None:
+    stood = [bus.Stood(node="n", number=1, rank=rank, where="is in step (train.py:9)") for rank in (0, 1, 3)]
+    stood.append(bus.Stood(node="n", number=1, rank=2, where=where, **state))
+    standstills = collectives.compare(places(find_behind(status(WORLD), status(WORLD), PIDS)), range(4))
+
+    assert collectives.find_suspect(trust(standstills, stood)) == suspect
+    assert not trust(standstills, stood[:3]), "nothing is known of the rank"
+
+
+def test_flight_recorders_count_first() -> None:
+    """All have entered: NCCL's counts must not name the one that waits for its GPU."""
+    entered = Place(group="0", what="default_pg", members="0-3", last=49, last_op="all_reduce", at=49, op="all_reduce")
+    known = places(find_behind(status(WORLD), status(WORLD), PIDS))
+    both = collectives.compare({rank: [entered, *known[rank]] for rank in range(4)}, range(4))
+
+    assert collectives.find_suspect(both) == 2
+    assert collectives.find_suspect(recorded_first(both)) is None
 
 
 def changed(change: Callable[[dict[str, Any]], None]) -> Status:
@@ -480,5 +510,5 @@ def test_a_watcher_asks_beside_the_stacks_and_the_supervisor_joins_what_both_say
     event = inbox.get(60.0)
 
     assert isinstance(event, on.StacksCollected)
-    assert (event.rank, event.node) == (1, "n1"), "the stacks alone tell nothing"
+    assert event.rank is None, "there is no stack of it, and it may wait for its GPU"
     assert "rank 0 waits in AllReduce #53 of group NCCL (0xaa), rank 1 has not entered it" in event.summary

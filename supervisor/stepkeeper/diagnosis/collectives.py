@@ -50,6 +50,7 @@ class Standstill(NamedTuple):
     queued: tuple[int, ...]  # of those: their GPUs have not begun it, and others' have
     absent: tuple[Absent, ...]
     unheard: tuple[int, ...]  # members that gave no account
+    issued: bool = False  # known by NCCL's counts of what was issued alone
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -106,6 +107,7 @@ def _standstill(
         queued=tuple(queued) if begun else (),
         absent=tuple(sorted(absent)),
         unheard=tuple(sorted(rank for rank in members if rank not in places)),
+        issued=any(place.issued for place in known.values()),
     )
 
 

@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 FRAMES_MAX = 200
+LOADS = "is in the data loader"
 NAME_MAX = 60  # characters of a native function
 
 _FAULTHANDLER = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
@@ -69,7 +70,7 @@ def describe(frames: tuple[Frame, ...]) -> Doing:
     place = f" ({os.path.basename(own.path)}:{own.line} in {own.function})" if own is not None else ""
     for frame in frames:
         if _LOADER.search(frame.path):
-            return Doing(f"is in the data loader{place}")
+            return Doing(f"{LOADS}{place}")
         if _OURS.search(frame.path):
             return Doing(f"is in stepkeeper_trainer's {frame.function}{place}", waits=_is_agreeing(frames))
         if _TORCH.search(frame.path) and _COLLECTIVES.fullmatch(frame.function):

@@ -19,6 +19,9 @@ So they count only where two looks, seconds apart, found the very same counts, a
 is behind in every communicator that shows a difference, with all others level.  Where a rank is missing, nothing is
 said.  One watcher asks for all, that of rank 0.  Which process is which rank, the communicator of all ranks tells: its
 ranks are the job's.  A job without one gets no evidence from here.
+
+A rank that waits for its GPU, as in `loss.item()`, has issued less than those that have queued more, and is not to
+blame.  So these counts confirm what is known of a rank, and never stand alone (`stack_collector.trust`).
 """
 
 from __future__ import annotations
@@ -300,9 +303,12 @@ def _of_communicator(communicator: Communicator, late: Process, ranks: Mapping[P
     group, op = communicator.hash, names[0] if len(names) == 1 else "one of several operations"
     rank, last = ranks[late], _total(done)
     members = compress(str(sorted([rank, *others])))
-    place = Place(group=group, what=WHAT, members=members, last=last, last_op=op)
+    place = Place(group=group, what=WHAT, members=members, last=last, last_op=op, issued=True)
     yield Behind(str(rank), rank, trim(place))
-    waits = trim(Place(group=group, what=WHAT, members=members, last=_total(level), last_op=op, at=last + 1, op=op))
+    total = _total(level)
+    waits = trim(
+        Place(group=group, what=WHAT, members=members, last=total, last_op=op, at=last + 1, op=op, issued=True)
+    )
     for part in (others, [each for each in others if each < rank], [each for each in others if each > rank]):
         shown = compress(str(part)) if part else ""
         if shown:

@@ -66,6 +66,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shape: str = ""  # of its first input: `64x128 Float`
     queued: bool = False  # the GPU has not begun it
     direct: bool = False  # between two ranks: numbers count on each of them by itself
+    issued: bool = False  # NCCL's own counts: of what the rank has issued, whatever its GPU has entered
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,6 +130,7 @@ def trim(place: Place) -> Place:
         shape=_plain(place.shape),
         queued=place.queued,
         direct=place.direct,
+        issued=place.issued,
     )
 
 

@@ -13,7 +13,7 @@ from stepkeeper.core import events as on
 from stepkeeper.diagnosis import collectives
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
-from stepkeeper.watcher.frames import says_it_all
+from stepkeeper.watcher.frames import LOADS, says_it_all
 from stepkeeper_trainer.formats.collectives import Place, expand
 
 SHOWN_MAX = 4  # kinds of what ranks do, in the summary
@@ -75,7 +75,9 @@ class StackCollector:
             stood, missing = [with_below(each, self._below.get(each.rank, "")) for each in said], sorted(self._missing)
             places = dict(self._places)
         standstills = collectives.compare(places, (each.rank for each in stood)) if places else ()
-        suspect = find_suspect(stood, collectives.find_suspect(standstills))
+        standstills = recorded_first(standstills)
+        trusted = trust(standstills, stood)
+        suspect = find_suspect(stood, collectives.find_suspect(trusted))
         unanswered = [node for node in missing if node not in {each.node for each in stood}]
         known = bool(stood) and not missing
         words = (summarise(stood, unanswered), collectives.in_words(standstills, places))
@@ -88,10 +90,34 @@ class StackCollector:
                 summary="; ".join(word for word in words if word),
                 rank=suspect.rank if suspect is not None else None,
                 node=suspect.node if suspect is not None else "",
-                sure_s=find_sure_s(stood, standstills) if known else 0.0,
-                awaited=known and is_awaited(stood, standstills),
+                sure_s=find_sure_s(stood, trusted) if known else 0.0,
+                awaited=known and is_awaited(stood, trusted),
             )
         )
+
+
+def recorded_first(standstills: Sequence[collectives.Standstill]) -> tuple[collectives.Standstill, ...]:
+    """Return what the flight recorders know; NCCL's own counts only where they know nothing."""
+    return tuple(each for each in standstills if not each.issued) or tuple(standstills)
+
+
+def trust(
+    standstills: Sequence[collectives.Standstill], stood: Sequence[lines.Stood]
+) -> tuple[collectives.Standstill, ...]:
+    """Return what tells who is late: NCCL's own counts only of ranks that are known not to wait for their GPU.
+
+    NCCL counts what a rank has issued.  One that waits for its GPU in `loss.item()` has issued less than those that
+    have queued more.  Its Python stack does not show that: it ends in the user's code.
+    """
+    free = {
+        each.rank for each in stood if not each.waits and (each.halted or each.sleeps or each.sure_s or loads(each))
+    }
+    return tuple(each for each in standstills if not each.issued or set(each.suspects) <= free)
+
+
+def loads(stood: lines.Stood) -> bool:
+    """Tell whether a rank waits for data."""
+    return stood.where.startswith(LOADS)
 
 
 def find_sure_s(stood: Sequence[lines.Stood], standstills: Sequence[collectives.Standstill] = ()) -> float:

@@ -54,9 +54,11 @@ def train(
     every: int | None = EVERY,
     spoil: Callable[[Model, int], Callable[[], None]] = lambda _model, _rank: lambda: None,
     accumulate: int = 2,
+    promised: bool = True,
 ) -> int:
     """Train; what is left at the end goes to a file of the rank.  `spoil` returns what each computation calls first."""
     logging.basicConfig(level=logging.INFO)
+    torch.use_deterministic_algorithms(promised)
     torch.manual_seed(rank)
     model = Model()
     if wrap == "mixed":
@@ -127,7 +129,9 @@ _SECOND = FIRST_TIMES + TIMES + 2 * WRONG_AT + 2
 """The second computation of the third check: behind two others, and two micro-batches in each step."""
 
 
-def flips_a_weight(rank: int, directory: str, *, guilty: int, watcher: str, wrap: str = "ddp") -> int:
+def flips_a_weight(
+    rank: int, directory: str, *, guilty: int, watcher: str, wrap: str = "ddp", promised: bool = True
+) -> int:
     """One bit of a parameter is another one in one computation of a rank."""
 
     def spoil(model: Model, own: int) -> Callable[[], None]:
@@ -141,7 +145,7 @@ def flips_a_weight(rank: int, directory: str, *, guilty: int, watcher: str, wrap
         return _counted(wrong, at=_SECOND) if own == guilty else lambda: None
 
     os.environ["STEPKEEPER_SOCKET"] = watcher
-    return train(rank, directory, wrap=wrap, spoil=spoil)
+    return train(rank, directory, wrap=wrap, spoil=spoil, promised=promised)
 
 
 def multiplies_wrongly(rank: int, directory: str, *, guilty: int, watcher: str, wrap: str = "ddp") -> int:

@@ -121,6 +121,16 @@ def test_a_run_that_is_not_deterministic_is_recognised_and_left_alone(
     assert CONFIRMED not in read_manifest(tmp_path / "checkpoints" / f"step_{STEPS:08d}").state
 
 
+def test_without_deterministic_algorithms_nobody_is_blamed(stage: Stage, tmp_path: Path) -> None:
+    """An operation that rarely differs looks like a GPU that errs: training goes on, and the log says so."""
+    ended = stage.play(f"{HERE}:flips_a_weight", tmp_path, ranks=2, limit_s=60.0, guilty=1, watcher="", promised=False)
+
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("not_deterministic") == 1
+    assert "ranks=1" in ended.said
+    assert "silent corruption at step" not in ended.said
+
+
 def test_a_computation_that_changes_weights_is_refused(stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{HERE}:changes_weights", tmp_path, ranks=1, limit_s=60.0)
 
@@ -147,6 +157,12 @@ def seen(*differ: bool) -> list[_Seen]:
 )
 def test_most_ranks_must_come_to_the_same_bits(check: list[bool], again: list[bool], guilty: list[int]) -> None:
     assert find_guilty([seen(*check), seen(*again)]) == guilty
+
+
+def test_one_rank_without_deterministic_algorithms_is_enough_to_blame_nobody() -> None:
+    look = [_Seen(differs=True), _Seen(differs=False, promised=False), _Seen(differs=False)]
+
+    assert find_guilty([look, look]) == []
 
 
 def test_the_environment_counts_instead_of_the_script() -> None:

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.core import events as on
+from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.sources.bus import Bus
+from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats import messages as words
 from stepkeeper_trainer.tiers.tier import Tiers
@@ -32,8 +36,8 @@ def assignment(tmp_path: Path) -> bus.Assignment:
     )
 
 
-@pytest.mark.parametrize("ends", ["quit", "killed"])
-def test_an_orderly_end_gives_memory_back_and_a_kill_leaves_it_to_a_relaunch(tmp_path: Path, ends: str) -> None:
+@pytest.mark.parametrize("ends", ["for good", "for another bus", "killed"])
+def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaunch(tmp_path: Path, ends: str) -> None:
     shm = tmp_path / "shm"
     shm.mkdir(mode=0o700)
     own = Tiers(snapshot_directory=str(shm)).snapshots_of(tmp_path / "run", "1", "n1")
@@ -62,13 +66,39 @@ def test_an_orderly_end_gives_memory_back_and_a_kill_leaves_it_to_a_relaunch(tmp
             while b'"hello"' not in watcher.stdout.readline():
                 pass
             assert own.is_dir(), "a relaunch finds it"
-            if ends == "quit":
-                watcher.stdin.write(bus.encode(bus.Quit()))
+            if ends != "killed":
+                watcher.stdin.write(bus.encode(bus.Quit(for_good=ends == "for good")))
                 watcher.stdin.flush()
             else:
                 watcher.kill()
             watcher.wait(WITHIN_S)
         finally:
             watcher.kill()
-    assert own.is_dir() == (ends == "killed")
-    assert bool(os.listdir(shm)) == (ends == "killed")
+    assert own.is_dir() == (ends != "for good")
+    assert bool(os.listdir(shm)) == (ends != "for good")
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_bus_that_another_one_replaces_does_not_say_that_the_run_leaves(tmp_path: Path, *, for_good: bool) -> None:
+    heard = tmp_path / "heard"
+    inbox = Inbox(Clock())
+    watchers = Bus(
+        1,
+        ["sh", "-c", 'printf "%s" "$READY"; cat >"$HEARD"'],
+        {
+            "READY": bus.encode(bus.Ready(node="a", pid=1, version="1")).decode(),
+            "HEARD": str(heard),
+            "PATH": os.environ["PATH"],
+        },
+        inbox=inbox,
+        attempt=0,
+        note=lambda *_: None,
+        on_shard=lambda _shard: None,
+    )
+    assert isinstance(inbox.get(WITHIN_S), on.WatcherReady)
+    if for_good:
+        watchers.close()
+    else:
+        watchers.abandon()
+    assert isinstance(inbox.get(WITHIN_S), on.BusEnded)
+    assert bus.decode_to_watcher(heard.read_bytes()) == bus.Quit(for_good=for_good)

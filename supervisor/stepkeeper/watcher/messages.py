@@ -113,7 +113,9 @@ class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
 
 
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
-    """Leave."""
+    """Leave: another bus takes over, or the run leaves the nodes."""
+
+    for_good: bool = False  # the run leaves the nodes: what they hold in memory is given back
 
 
 # --- from a watcher -------------------------------------------------------------------------------

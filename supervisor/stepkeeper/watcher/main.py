@@ -217,6 +217,9 @@ class Watcher:
                 self.senses.read_no_more(message.number)
             case bus.Stacks():
                 self._take_stacks(message)
+            case bus.Leave():
+                if message.node == self.node:
+                    self._give_back_memory()
             case bus.Quit():
                 self.quit, self.for_good = True, message.for_good
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -65,6 +66,29 @@ def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memo
     assert there(memory) == ["step_00000015"]
     snapshots.discard()
     assert not memory.own.parent.exists()
+
+
+def test_what_somebody_removed_is_made_again_and_is_no_lack_of_room(memory: Memory) -> None:
+    snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
+    shutil.rmtree(memory.own.parent)  # an epilog, or the end of the user's last session (RemoveIPC)
+    assert not snapshots.waits()
+    files = content(5)
+    step = make(5, files)
+    lay(snapshots.begin(5, step.manifest.save_id), files)
+    snapshots.commit(step.raw)
+    assert there(memory) == ["step_00000005"]
+
+
+def test_what_somebody_else_made_in_its_place_meanwhile_is_not_used(
+    tmp_path: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
+    shutil.rmtree(memory.own.parent)
+    (tmp_path / "elsewhere").mkdir()
+    memory.own.parent.symlink_to(tmp_path / "elsewhere")
+    assert snapshots.waits()
+    assert "a link is not followed" in caplog.text
+    assert not os.listdir(tmp_path / "elsewhere")
 
 
 def test_it_says_what_does_not_fit_and_counts_what_will_be_given_back(memory: Memory) -> None:

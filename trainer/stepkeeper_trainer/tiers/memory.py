@@ -157,8 +157,9 @@ class Snapshots:
     def _find_room(self) -> str | None:
         copies = 2 if self._peers is not None else 1  # the node before sends its part
         try:
+            self._memory.open()  # somebody may have removed it: then there is all the room
             return self._memory.why_no_room(copies * self._ranks * self._size, self._whole)
-        except OSError as error:
+        except (OSError, TierError) as error:
             return str(error)
 
     def _note_room(self, why: str | None) -> None:

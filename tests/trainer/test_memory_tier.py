@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.tiers import Held, TierError
-from stepkeeper_trainer.tiers.memory import Memory, Snapshots, discard_told, memory_left
-from stepkeeper_trainer.tiers.tier import Tiers
+from stepkeeper_trainer.tiers.memory import Memory, NotSharedError, Snapshots, discard_told, memory_left
+from stepkeeper_trainer.tiers.tier import Tiers, writer_of
 from stepkeeper_trainer.tiers.tiering import choose
 from tests.trainer.tier_steps import content, lay, make
 
@@ -66,6 +68,51 @@ def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memo
     assert there(memory) == ["step_00000015"]
     snapshots.discard()
     assert not memory.own.parent.exists()
+
+
+def test_ranks_that_do_not_share_the_directory_hold_nothing_and_try_no_more(tmp_path: Path) -> None:
+    """As in one container a rank: each has a directory of its own at the same path."""
+    nodes = []
+    for rank in (0, 1):
+        shm = tmp_path / f"shm{rank}"
+        shm.mkdir(mode=0o700)
+        memory = Memory(Tiers(snapshot_directory=str(shm)).snapshots_of(tmp_path / "run", "1", "n1"))
+        nodes.append((memory, Snapshots(memory, ranks=(0, 1), rank=rank, peers=None)))
+    files = content(5)
+    step = make(5, files)
+    for rank, (_, snapshots) in enumerate(nodes):
+        directory = snapshots.begin(5, step.manifest.save_id)
+        lay(directory, {name: data for name, data in files.items() if writer_of(name) == rank})
+    with pytest.raises(NotSharedError, match=r"__1_0.distcp of rank 1 is not there: .* do not share") as raised:
+        nodes[0][1].commit(step.raw)
+    nodes[1][1].commit(step.raw)
+    for (memory, snapshots), error in zip(nodes, (raised.value, SaveError("another rank cannot write")), strict=True):
+        snapshots.failed(5, step.manifest.save_id, error)
+        assert there(memory) == []
+    assert nodes[0][1].waits(), "one that waits keeps all from the next one"
+    assert nodes[0][1]._rest_until == math.inf
+
+
+@pytest.mark.parametrize("gone", ["all", "a file", "the end of a file"])
+def test_what_is_removed_while_it_is_written_is_no_step(memory: Memory, gone: str) -> None:
+    snapshots = Snapshots(memory, ranks=(0, 1), rank=0, peers=None)
+    files = content(5)
+    step = make(5, files)
+    directory = snapshots.begin(5, step.manifest.save_id)
+    lay(directory, files)
+    if gone == "all":
+        shutil.rmtree(memory.own)
+    elif gone == "a file":
+        (directory / "__0_0.distcp").unlink()
+    else:
+        os.truncate(directory / "__0_0.distcp", 1)
+    with pytest.raises(TierError, match="was removed while") as raised:
+        snapshots.commit(step.raw)
+    assert not isinstance(raised.value, NotSharedError), "it is tried again later"
+    snapshots.failed(5, step.manifest.save_id, raised.value)
+    assert not list(memory.checkpoints.glob("step_*"))
+    assert snapshots.waits()
+    assert snapshots._rest_until < math.inf
 
 
 def test_what_somebody_removed_is_made_again_and_is_no_lack_of_room(memory: Memory) -> None:

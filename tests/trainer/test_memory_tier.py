@@ -6,11 +6,16 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.save.commit import Completer
+from stepkeeper_trainer.save.save import Save
 from stepkeeper_trainer.tiers import Held, TierError
 from stepkeeper_trainer.tiers.memory import Memory, NotSharedError, Snapshots, discard_told, memory_left
 from stepkeeper_trainer.tiers.tier import Tiers, writer_of
@@ -239,3 +244,31 @@ def test_a_run_that_is_told_to_take_snapshots_keeps_the_tiers_that_its_script_na
     assert choose(told, None) == told
     assert choose(Tiers(), both) == both
     assert choose(Tiers(local="/other"), both).local == "/other"
+
+
+def test_a_snapshot_that_gives_way_does_not_wait_for_rows_on_shared_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[bool] = []
+
+    def sync(_limit_at: float, unwanted: Callable[[], bool]) -> None:
+        looked.append(unwanted())
+        save.cancelled = "a notice has come"
+        looked.append(unwanted())
+
+    save: Any = SimpleNamespace(limit_at=time.time() + 60.0, cancelled=None)
+    save.check = lambda: Save.check(save)
+    nothing: Any = None
+    completer = Completer(
+        commits=nothing,
+        world_size=1,
+        link=nothing,
+        parent=None,
+        before_commit=sync,
+        on_committed=nothing,
+        uploader=None,
+    )
+    monkeypatch.setattr(completer, "_describe", lambda *_: (make(5, content(5)).manifest, {}))
+    with pytest.raises(SaveError, match="a notice has come"):
+        completer.describe_snapshot(save, nothing, [])
+    assert looked == [False, True]

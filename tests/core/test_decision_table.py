@@ -44,7 +44,7 @@ DECISIONS = {
     "a lost node: the same": (
         "lost_node_with_a_spare: AskSlurm > KillRanks > StartLaunch / Requeue",
         "watcher_not_back: AskSlurm > KillRanks > AskSlurm > Requeue without b > Exit 10 / ReleaseNodes",
-        "node_lost_says_slurm: JudgeLaunch > ReleaseNodes > StartLaunch / Requeue",
+        "node_lost_says_slurm: JudgeLaunch > StartLaunch > Requeue / ReleaseNodes",
     ),
     "a node that fails its check: the same": (
         "one_node_is_not_fit: ReleaseNodes > StartLaunch",

@@ -213,6 +213,7 @@ def test_a_loss_that_is_no_number_is_told_and_not_left_out(command: Command, run
     event = on.Progressed(at=1.0, launch=0, step=5, tokens=0, not_finite=True)
     assert changed(all_tasks_started(), event) == {
         "phase": "starting", "step": 5, "tokens": 0, "loss": None, "step_seconds": None, "loss_not_finite": True,
+        "snapshot_step": None,
     }  # fmt: skip
     build.write_status(run, loss=None, loss_not_finite=True)
 

@@ -76,6 +76,16 @@ PRIVATE = [
         "to_local() gives the same outside autograd, ten times slower for thousands of tensors",
     ),
     Private(
+        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+        ("confirmation",),
+        "the groups of parameters whose gradients a rank has computed and not yet reduced: hooks of each parameter",
+    ),
+    Private(
+        "torch:Tensor._indices",
+        ("confirmation",),
+        "the indices of a sparse gradient as they are: coalesce() sums equal ones in an order that may vary",
+    ),
+    Private(
         "torch.distributed.tensor:DTensor._spec",
         ("staging",),
         "(device_mesh, placements, shape, stride()) compared one by one",

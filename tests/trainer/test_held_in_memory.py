@@ -232,6 +232,26 @@ def test_where_memory_has_no_room_it_is_told_once_and_training_and_saves_go_on(
     assert [each.step for each in steps.list_steps(tmp_path / "run" / "checkpoints")] == [24, 16, 8]
 
 
+def test_ranks_of_a_node_that_do_not_share_its_memory_say_so_once_and_leave_nothing_in_it(
+    tmp_path: Path, memory: Path, undisturbed: dict[int, str]
+) -> None:
+    def of_rank(rank: int) -> dict[str, str]:
+        own = memory / f"container{rank}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        return settings(own, nodes=1)(rank)
+
+    with Ranks(WORLD, tmp_path / "run", SLOW_STEPS, every=SAVES, of_rank=of_rank) as ranks:
+        ranks.until(lambda: "snapshot_failed" in ranks.logs[0].read_text())
+        ranks.until(lambda: not list(memory.glob("*/stepkeeper-*/run.*/checkpoints/*step_*")))
+        assert ranks.wait() == [0] * WORLD, ranks.output()
+        said = ranks.output()
+    assert held(ranks) == [], said
+    assert said.count("snapshot_failed") == 1, said
+    assert "__1_0.distcp of rank 1 is not there: the ranks of this node do not share this directory" in said
+    assert not list(memory.glob("*/stepkeeper-*/run.*/checkpoints/*step_*"))
+    assert losses(tmp_path / "run") == undisturbed
+
+
 @pytest.mark.parametrize("made", ["link", "open", "stranger"])
 def test_what_somebody_else_made_in_memory_is_not_used(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str], made: str

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from stepkeeper_trainer.errors import SaveError
+from stepkeeper_trainer.save.commit import Completer
+from stepkeeper_trainer.save.save import Save
 from stepkeeper_trainer.tiers import Held, TierError
-from stepkeeper_trainer.tiers.memory import Memory, Snapshots, discard_told, memory_left
-from stepkeeper_trainer.tiers.tier import Tiers
+from stepkeeper_trainer.tiers.memory import Memory, NotSharedError, Snapshots, discard_told, memory_left
+from stepkeeper_trainer.tiers.tier import Tiers, writer_of
 from stepkeeper_trainer.tiers.tiering import choose
 from tests.trainer.tier_steps import content, lay, make
 
@@ -65,6 +73,74 @@ def test_the_newest_that_all_nodes_hold_stays_until_the_next_is_held_by_all(memo
     assert there(memory) == ["step_00000015"]
     snapshots.discard()
     assert not memory.own.parent.exists()
+
+
+def test_ranks_that_do_not_share_the_directory_hold_nothing_and_try_no_more(tmp_path: Path) -> None:
+    """As in one container a rank: each has a directory of its own at the same path."""
+    nodes = []
+    for rank in (0, 1):
+        shm = tmp_path / f"shm{rank}"
+        shm.mkdir(mode=0o700)
+        memory = Memory(Tiers(snapshot_directory=str(shm)).snapshots_of(tmp_path / "run", "1", "n1"))
+        nodes.append((memory, Snapshots(memory, ranks=(0, 1), rank=rank, peers=None)))
+    files = content(5)
+    step = make(5, files)
+    for rank, (_, snapshots) in enumerate(nodes):
+        directory = snapshots.begin(5, step.manifest.save_id)
+        lay(directory, {name: data for name, data in files.items() if writer_of(name) == rank})
+    with pytest.raises(NotSharedError, match=r"__1_0.distcp of rank 1 is not there: .* do not share") as raised:
+        nodes[0][1].commit(step.raw)
+    nodes[1][1].commit(step.raw)
+    for (memory, snapshots), error in zip(nodes, (raised.value, SaveError("another rank cannot write")), strict=True):
+        snapshots.failed(5, step.manifest.save_id, error)
+        assert there(memory) == []
+    assert nodes[0][1].waits(), "one that waits keeps all from the next one"
+    assert nodes[0][1]._rest_until == math.inf
+
+
+@pytest.mark.parametrize("gone", ["all", "a file", "the end of a file"])
+def test_what_is_removed_while_it_is_written_is_no_step(memory: Memory, gone: str) -> None:
+    snapshots = Snapshots(memory, ranks=(0, 1), rank=0, peers=None)
+    files = content(5)
+    step = make(5, files)
+    directory = snapshots.begin(5, step.manifest.save_id)
+    lay(directory, files)
+    if gone == "all":
+        shutil.rmtree(memory.own)
+    elif gone == "a file":
+        (directory / "__0_0.distcp").unlink()
+    else:
+        os.truncate(directory / "__0_0.distcp", 1)
+    with pytest.raises(TierError, match="was removed while") as raised:
+        snapshots.commit(step.raw)
+    assert not isinstance(raised.value, NotSharedError), "it is tried again later"
+    snapshots.failed(5, step.manifest.save_id, raised.value)
+    assert not list(memory.checkpoints.glob("step_*"))
+    assert snapshots.waits()
+    assert snapshots._rest_until < math.inf
+
+
+def test_what_somebody_removed_is_made_again_and_is_no_lack_of_room(memory: Memory) -> None:
+    snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
+    shutil.rmtree(memory.own.parent)  # an epilog, or the end of the user's last session (RemoveIPC)
+    assert not snapshots.waits()
+    files = content(5)
+    step = make(5, files)
+    lay(snapshots.begin(5, step.manifest.save_id), files)
+    snapshots.commit(step.raw)
+    assert there(memory) == ["step_00000005"]
+
+
+def test_what_somebody_else_made_in_its_place_meanwhile_is_not_used(
+    tmp_path: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = Snapshots(memory, ranks=(0,), rank=0, peers=None)
+    shutil.rmtree(memory.own.parent)
+    (tmp_path / "elsewhere").mkdir()
+    memory.own.parent.symlink_to(tmp_path / "elsewhere")
+    assert snapshots.waits()
+    assert "a link is not followed" in caplog.text
+    assert not os.listdir(tmp_path / "elsewhere")
 
 
 def test_it_says_what_does_not_fit_and_counts_what_will_be_given_back(memory: Memory) -> None:
@@ -168,3 +244,31 @@ def test_a_run_that_is_told_to_take_snapshots_keeps_the_tiers_that_its_script_na
     assert choose(told, None) == told
     assert choose(Tiers(), both) == both
     assert choose(Tiers(local="/other"), both).local == "/other"
+
+
+def test_a_snapshot_that_gives_way_does_not_wait_for_rows_on_shared_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[bool] = []
+
+    def sync(_limit_at: float, unwanted: Callable[[], bool]) -> None:
+        looked.append(unwanted())
+        save.cancelled = "a notice has come"
+        looked.append(unwanted())
+
+    save: Any = SimpleNamespace(limit_at=time.time() + 60.0, cancelled=None)
+    save.check = lambda: Save.check(save)
+    nothing: Any = None
+    completer = Completer(
+        commits=nothing,
+        world_size=1,
+        link=nothing,
+        parent=None,
+        before_commit=sync,
+        on_committed=nothing,
+        uploader=None,
+    )
+    monkeypatch.setattr(completer, "_describe", lambda *_: (make(5, content(5)).manifest, {}))
+    with pytest.raises(SaveError, match="a notice has come"):
+        completer.describe_snapshot(save, nothing, [])
+    assert looked == [False, True]

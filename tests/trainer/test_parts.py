@@ -763,6 +763,11 @@ def test_metrics_on_a_hung_disk_block_nobody_and_lose_nothing(tmp_path: Path, mo
     assert not metrics.sync(time.time() + 0.4), "a save waits no longer than it can"
     assert time.monotonic() - started_at < HUNG_S / 2
 
+    cancelled = threading.Event()
+    threading.Timer(0.3, cancelled.set).start()
+    assert not metrics.sync(time.time() + HUNG_S, cancelled.is_set), "a snapshot that gives way waits no more"
+    assert time.monotonic() - started_at < HUNG_S / 2
+
     works.set()
 
     assert metrics.sync()

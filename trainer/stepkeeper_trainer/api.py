@@ -517,7 +517,7 @@ class CheckpointManager:
             nonce=self._agreement.share(os.urandom(16).hex()),
             parent=resumed.parent,
             limit_s=self._save_within_s,
-            before_commit=self._records.sync if self._records else lambda _limit_at: None,
+            before_commit=self._records.sync if self._records else lambda _limit_at, _unwanted: None,
             guard=self._guard,
             listeners=self.listeners,
             uploader=self._tiering.uploader if self._tiering is not None else None,

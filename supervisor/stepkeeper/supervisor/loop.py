@@ -295,6 +295,7 @@ class Supervisor:
             case do.NotifyUser():
                 self._notify_user(effect)
             case do.ReleaseNodes():
+                self._say_who_is_left()
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
             case do.CheckNodes():
                 if self.bus is not None:
@@ -343,6 +344,12 @@ class Supervisor:
         )
         self.inbox.guard(Part.READERS, self.verify_pool.use)(self.bus)
         self._renew()
+
+    def _say_who_is_left(self) -> None:
+        """Slurm ends the watchers of nodes that are given back: what those hold in memory goes before."""
+        if self.bus is not None:
+            for node in sorted(set(self.setting.assignment.nodes).difference(self.state.nodes.usable)):
+                self.bus.say(lines.Leave(node=node))
 
     def _note_node(self, node: str, text: str) -> None:
         self.log.info("watcher", node=node, said=text)

@@ -88,6 +88,7 @@ class Watcher:
         self.asked_to_save = False  # the ranks, in its place, since its newest message
         self.lost = False  # and to stop
         self.quit = False
+        self.for_good = False  # with that: the run leaves the node
         self.alive_at = 0.0
 
     def run(self) -> int:
@@ -121,7 +122,8 @@ class Watcher:
         self._flush()
         self.ranks.close()
         self.senses.close()
-        self._give_back_memory()
+        if self.for_good:
+            self._give_back_memory()
         return 0
 
     def _give_back_memory(self) -> None:
@@ -215,8 +217,11 @@ class Watcher:
                 self.senses.read_no_more(message.number)
             case bus.Stacks():
                 self._take_stacks(message)
+            case bus.Leave():
+                if message.node == self.node:
+                    self._give_back_memory()
             case bus.Quit():
-                self.quit = True
+                self.quit, self.for_good = True, message.for_good
 
     def _take_stacks(self, wanted: bus.Stacks) -> None:
         pids = {rank: pid for rank, (launch, pid) in self.started.items() if launch.endswith(f".{wanted.launch}")}
@@ -468,7 +473,7 @@ class Watcher:
             self._kill()
         elif result.done and self.launch is not None:  # Slurm is about to end the ranks
             self._signal_ranks(self.launch, self.assignment.stop_signal, library_seen=True)
-        self.quit = result.done
+        self.quit = self.for_good = result.done  # the job is requeued, or the run is over
 
 
 def main() -> int:

@@ -112,8 +112,16 @@ class Stacks(_Line, frozen=True, kw_only=True, tag="stacks"):
     brief: bool = False  # without native stacks, so without `StoodBelow`
 
 
+class Leave(_Line, frozen=True, kw_only=True, tag="leave"):
+    """The run goes on without this node, and no rank of it runs there: what it holds in memory is given back."""
+
+    node: str
+
+
 class Quit(_Line, frozen=True, kw_only=True, tag="quit"):
-    """Leave."""
+    """Leave: another bus takes over, or the run leaves the nodes."""
+
+    for_good: bool = False  # the run leaves the nodes: what they hold in memory is given back
 
 
 # --- from a watcher -------------------------------------------------------------------------------
@@ -276,7 +284,7 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
 
 
 OfStacks = Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
-ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Quit
+ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Leave | Quit
 FromWatcher = (
     Ready
     | Alive

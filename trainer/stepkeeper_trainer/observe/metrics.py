@@ -42,6 +42,7 @@ HEADER = "step,loss,tokens,lr,grad_norm,time,attempt,launch"
 ROWS_WAITING_MAX = 100_000
 SYNC_WITHIN_S = 30.0  # a save waits so long for its rows
 LAST_ROWS_WITHIN_S = 5.0  # a process that ends does
+LOOK_EVERY_S = 0.1  # at whether the save is wanted still
 RETRY_S = 0.5
 REOPEN_AFTER = 4  # failures in a row: a descriptor that has gone stale does not come back by itself
 
@@ -83,28 +84,31 @@ class Metrics:
         values = (_text(loss), str(tokens), _text(lr), _text(grad_norm), f"{at or time.time():.3f}")
         self._put(f"{step},{','.join(values)},{self._tail}")
 
-    def sync(self, limit_at: float | None = None) -> bool:
+    def sync(self, limit_at: float | None = None, unwanted: Callable[[], bool] = lambda: False) -> bool:
         """Make all rows taken so far durable; true if they are.
 
-        With a limit (Unix seconds) half of the time is left to the caller.
+        With a limit (Unix seconds) half of the time is left to the caller, who may find it `unwanted` meanwhile.
         """
         within_s = SYNC_WITHIN_S
         if limit_at is not None:
             within_s = min(within_s, max(0.0, limit_at - time.time()) / 2)
-        return self._sync(within_s)
+        return self._sync(within_s, unwanted)
 
     def finish(self) -> bool:
         """Make the last rows durable, if that takes no longer than a process may linger; true if they are."""
         return self._sync(LAST_ROWS_WITHIN_S)
 
-    def _sync(self, within_s: float) -> bool:
+    def _sync(self, within_s: float, unwanted: Callable[[], bool] = lambda: False) -> bool:
+        until = time.monotonic() + within_s
         with self._changed:
             target = self._given
             self._wanted = max(self._wanted, target)
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._durable >= target, within_s)
+            while self._durable < target and not unwanted() and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, LOOK_EVERY_S))
             missing = target - self._durable
-        if not done:
+        done = missing <= 0
+        if not done and not unwanted():
             warn("metrics_unsynced", rows=missing, why="not written in time")
         return done
 
@@ -238,9 +242,9 @@ class Records:
             values = {"loss": loss, "tokens": float(step.tokens), "lr": lr, "grad_norm": grad_norm}
             self._trackers.row(step.step, values | (dict(step.others) if step.others else {}))
 
-    def sync(self, limit_at: float) -> object:
-        """Make the rows so far durable, by `limit_at` (Unix seconds)."""
-        return self._metrics.sync(limit_at)
+    def sync(self, limit_at: float, unwanted: Callable[[], bool]) -> object:
+        """Make the rows so far durable, by `limit_at` (Unix seconds), unless that becomes `unwanted`."""
+        return self._metrics.sync(limit_at, unwanted)
 
     def finish(self, *, finished: bool) -> None:
         """Make the last rows durable, if that takes no longer than a process may linger."""

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.save.save import Save
     from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 
+    BeforeCommit = Callable[[float, Callable[[], bool]], object]  # a limit (Unix seconds), and whether it is unwanted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
@@ -337,12 +339,16 @@ class Completer:
         world_size: int,
         link: Link,
         parent: str | None,
-        before_commit: Callable[[float], object],
+        before_commit: BeforeCommit,
         on_committed: Callable[[Save], object],
         uploader: Uploader | None,
         before_line: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare; `before_commit` makes a step's rows durable, by a limit; `before_line` precedes the lineage's."""
+        """Prepare.
+
+        `before_commit` makes a step's rows durable, by a limit and while they are wanted; `before_line`
+        precedes the lineage's.
+        """
         self._commits = commits
         self._world_size = world_size
         self._link = link
@@ -397,7 +403,7 @@ class Completer:
             if report.error is not None:
                 raise SaveError(f"rank {report.rank}: {report.error}")
         manifest, _ = self._describe(save, share, reports, values)
-        self._before_commit(min(save.limit_at, time.time() + ROWS_WITHIN_S))
+        self._before_commit(min(save.limit_at, time.time() + ROWS_WITHIN_S), lambda: save.cancelled is not None)
         save.check()
         return manifest
 
@@ -450,10 +456,10 @@ class Completer:
     def _commit(self, save: Save, manifest: Manifest) -> None:
         """Commit what is complete on shared storage."""
         if self._uploader is None:
-            self._before_commit(save.limit_at)
+            self._before_commit(save.limit_at, lambda: save.cancelled is not None)
             save.check()
         else:  # nobody waits for it, and nothing cancels it any more
-            self._before_commit(time.time() + ROWS_WITHIN_S)
+            self._before_commit(time.time() + ROWS_WITHIN_S, lambda: False)
         final = self._commits.commit(
             save.directory, manifest, self._world_size, after=self._newest_here, before_line=self._before_line
         )

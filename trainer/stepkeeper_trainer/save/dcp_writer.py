@@ -226,7 +226,7 @@ class StepkeeperWriter(StorageWriter):
             world_size=len(results),
             link=link,
             parent=before.manifest.save_id if before is not None and before.manifest is not None else None,
-            before_commit=lambda _limit_at: None,
+            before_commit=lambda _limit_at, _unwanted: None,
             on_committed=lambda _save: None,
             uploader=None,
             before_line=lambda: _go_back(commits, before),

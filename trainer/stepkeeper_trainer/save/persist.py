@@ -26,6 +26,7 @@ from stepkeeper_trainer.save.replicas import digest
 from stepkeeper_trainer.save.report import GivenUp, Item, RankReport, encode_items, publish
 from stepkeeper_trainer.save.save import Phase
 from stepkeeper_trainer.save.writer import FilePlan, in_threads, places_in_file, read_back, write_file
+from stepkeeper_trainer.tiers.tier import TierError
 from stepkeeper_trainer.tiers.uploader import Upload
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ class Persister:
             raise problem or SaveError(answer.why)
         try:
             self._snapshots.commit(answer.manifest)
-        except OSError as error:
+        except (OSError, TierError) as error:
             problem = error
         try:
             self._planner.confirm(str(problem) if problem is not None else None, save.limit_at - time.time())

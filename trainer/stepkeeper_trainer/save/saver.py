@@ -28,14 +28,14 @@ from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary, Worker
 from stepkeeper_trainer.save.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     import torch
 
     from stepkeeper_trainer.coordinate.ending import RollCall
     from stepkeeper_trainer.errors import StepkeeperError
     from stepkeeper_trainer.link import Link
-    from stepkeeper_trainer.save.commit import Commits
+    from stepkeeper_trainer.save.commit import BeforeCommit, Commits
     from stepkeeper_trainer.save.planner import Divided
     from stepkeeper_trainer.state.keys import Private
     from stepkeeper_trainer.store.guard import Guard
@@ -63,7 +63,7 @@ class Saver:
         nonce: str,
         parent: str | None,
         limit_s: float,
-        before_commit: Callable[[float], object],
+        before_commit: BeforeCommit,
         guard: Guard,
         listeners: Listeners,
         uploader: Uploader | None,

@@ -11,6 +11,7 @@ in one from which nobody else can take it away.  All else is refused, and no lin
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import stat
@@ -20,9 +21,9 @@ from pathlib import Path
 
 from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, give_up
+from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, file_size, give_up
 from stepkeeper_trainer.tiers.peers import PeerCopies
-from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError
+from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError, writer_of
 
 ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has grown
 RESERVE_SHARE = 0.1  # of each limit stays free: at the limit the kernel ends the training, and not the snapshot
@@ -30,6 +31,10 @@ LOOK_EVERY_S = 1.0  # for room
 TRIES = 3
 REST_S = 60.0  # after a disk error: whatever it is, it is not tried at each step
 STALE_S = 86400.0  # a run that takes snapshots writes more often; what is older has been left by a killed node or job
+
+
+class NotSharedError(TierError):
+    """The ranks of a node write into different directories of one name."""
 
 
 class Memory(LocalTier):
@@ -70,6 +75,14 @@ class Memory(LocalTier):
         """
         self.open()
         return super().begin(step, save_id, size)
+
+    def missing(self, held: Held, ranks: tuple[int, ...]) -> list[str]:
+        """Return the files of these ranks that a snapshot in flight does not have in full here."""
+        directory = self.in_flight(held.manifest.step, held.manifest.save_id)
+        files = held.manifest.files.items()
+        return [
+            name for name, entry in files if writer_of(name) in ranks and file_size(directory / name) != entry.bytes
+        ]
 
     def keep_only(self, directory: str | None) -> None:
         """Remove all snapshots but one; what cannot be removed now is removed the next time."""
@@ -129,7 +142,7 @@ class Snapshots:
 
     def __init__(self, memory: Memory, *, ranks: tuple[int, ...], rank: int, peers: PeerCopies | None) -> None:
         """Begin with an empty memory; `ranks` are those of this node."""
-        self._memory, self._ranks, self._rank, self._peers = memory, len(ranks), rank, peers
+        self._memory, self._ranks, self._rank, self._peers = memory, ranks, rank, peers
         self._leads = ranks[0] == rank
         self._committed: Held | None = None  # the newest snapshot of which this node has its part
         self._whole: str | None = None  # directory of the newest that all nodes hold
@@ -157,8 +170,9 @@ class Snapshots:
     def _find_room(self) -> str | None:
         copies = 2 if self._peers is not None else 1  # the node before sends its part
         try:
-            return self._memory.why_no_room(copies * self._ranks * self._size, self._whole)
-        except OSError as error:
+            self._memory.open()  # somebody may have removed it: then there is all the room
+            return self._memory.why_no_room(copies * len(self._ranks) * self._size, self._whole)
+        except (OSError, TierError) as error:
             return str(error)
 
     def _note_room(self, why: str | None) -> None:
@@ -177,14 +191,38 @@ class Snapshots:
         """
         if self._leads:
             self._memory.keep_only(self._whole)
-        return self._memory.begin(step, save_id, self._ranks * self._size)
+        return self._memory.begin(step, save_id, len(self._ranks) * self._size)
 
     def commit(self, manifest: bytes) -> None:
-        """Make this node's part a step of its memory, by its first rank.  Raises OSError."""
-        if self._leads:  # nobody else needs to parse it
-            held = Held.read("", manifest, source="the manifest of a snapshot")
+        """Make this node's part a step of its memory, by its first rank.
+
+        Raises:
+            TierError, OSError: not all of it is here.
+        """
+        if not self._leads:  # nobody else needs to parse it
+            return
+        held = Held.read("", manifest, source="the manifest of a snapshot")
+        name = self._memory.find(held)
+        if name is None:
+            self._require_all(held)
             name = self._memory.commit(held)
-            self._committed = Held(name, held.manifest, manifest) if name is not None else None
+        if name is None:
+            raise TierError(f"{self._memory.checkpoints}: was removed while a snapshot was written")
+        self._committed = Held(name, held.manifest, manifest)
+
+    def _require_all(self, held: Held) -> None:
+        """Refuse a snapshot of which something of this node's ranks is not here.  Raises TierError."""
+        missing = self._memory.missing(held, self._ranks)
+        if not missing:
+            return
+        where = self._memory.checkpoints
+        if any(writer_of(name) == self._rank for name in missing):
+            raise TierError(f"{where}: {missing[0]} was removed while the snapshot was written")
+        raise NotSharedError(
+            f"{where}: {missing[0]} of rank {writer_of(missing[0])} is not there: the ranks of this node do not share "
+            "this directory, as in one container a rank; snapshots are off for this launch: "
+            "set snapshot_dir to a directory in memory that they share"
+        )
 
     def held(self) -> None:
         """Take note that all nodes have their parts: the snapshot before is not needed any more."""
@@ -199,7 +237,9 @@ class Snapshots:
     def failed(self, step: int, save_id: str, error: BaseException) -> None:
         """Give back what this rank has written of a snapshot that came to nothing."""
         self._memory.forget(step, save_id, self._rank)
-        if isinstance(error, OSError | TierError):
+        if isinstance(error, NotSharedError):
+            self._rest_until = math.inf
+        elif isinstance(error, OSError | TierError):
             self._rest_until = time.monotonic() + REST_S
 
     @property

@@ -226,15 +226,18 @@ class Bus:
             self._peers[node] = watcher.paused(seconds, now)
 
     def close(self) -> None:
-        """Ask the watchers to leave, and end the input."""
-        self._closed.set()
-        self.say(lines.Quit())
-        self._srun.say(None)
+        """Ask the watchers to leave, since the run leaves the nodes, and end the input."""
+        self._close(for_good=True)
 
     def abandon(self) -> None:
         """End srun of a bus that another one replaces; its watchers are ended by their successors."""
-        self.close()
+        self._close(for_good=False)
         self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"bus-{self.number}-kill")
+
+    def _close(self, *, for_good: bool) -> None:
+        self._closed.set()
+        self.say(lines.Quit(for_good=for_good))
+        self._srun.say(None)
 
     # --- threads ----------------------------------------------------------------------------------
 

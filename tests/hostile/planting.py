@@ -263,12 +263,12 @@ def _directory(path: Path, _: Path, __: random.Random) -> None:
 
 
 def _hole(path: Path, _: Path, __: random.Random) -> None:
-    if not path.is_dir():
+    if path.is_file() and not path.is_symlink():
         os.truncate(path, TERABYTE)
 
 
 def _empty(path: Path, _: Path, __: random.Random) -> None:
-    if not path.is_dir():
+    if path.is_file() and not path.is_symlink():
         os.truncate(path, 0)
 
 

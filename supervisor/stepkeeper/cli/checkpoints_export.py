@@ -42,7 +42,7 @@ _LEFT_OUT = {
 }
 
 
-def convert(arguments: argparse.Namespace, names: Names | None) -> int:
+def convert(arguments: argparse.Namespace, names: Names | None) -> None:
     """Convert a checkpoint.
 
     Raises:
@@ -71,11 +71,10 @@ def convert(arguments: argparse.Namespace, names: Names | None) -> int:
     left_out = _LEFT_OUT[arguments.to]
     if arguments.json:
         document = {"source": str(source), "target": str(target), "to": arguments.to, "left_out": left_out}
-        printing.say_json({**document, "seconds": round(seconds, 3)}, indent=2)
+        printing.say_json({**document, "seconds": round(seconds, 3)})
     else:
         printing.say(f"{arguments.target}: converted in {printing.duration(seconds)}")
         printing.say(f"left out: {left_out}")
-    return ExitCode.FINISHED
 
 
 def dcp_below(directory: Path) -> Path | None:
@@ -227,11 +226,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Export a model."""
     if arguments.to != SAFETENSORS:
-        return convert(arguments, names_of(arguments))
+        convert(arguments, names_of(arguments))
+        return
     directory = find.step_directory(arguments.where)
     plain = not os.path.lexists(directory / MANIFEST_NAME) and dcp_below(directory) is not None
     if plain:
@@ -259,7 +258,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError(str(error), ExitCode.USAGE) from error
     seconds = time.monotonic() - began
     if arguments.json:
-        printing.say_json(_document(plan, written, arguments.target, seconds), indent=2)
+        printing.say_json(_document(plan, written, arguments.target, seconds))
     elif arguments.dry_run:
         _show(plan)
     else:
@@ -272,7 +271,6 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         if plan.left_out:
             printing.say(f"left out: {', '.join(f'{name} ({count})' for name, count in plan.left_out.items())}")
-    return ExitCode.FINISHED
 
 
 def names_of(arguments: argparse.Namespace) -> Names | None:

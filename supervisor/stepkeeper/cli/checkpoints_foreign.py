@@ -82,18 +82,18 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
+def list_steps(arguments: argparse.Namespace, finding: Finding) -> None:
     """Print a table of checkpoints."""
     root = root_of(arguments, finding)
     judged = choosing.judge_all(finding.framework, root, how_of(arguments, deep=False, cached=False))
     if arguments.json:
         document = {**header_of(root, finding), "steps": [row_of(each, root) for each in judged]}
-        printing.say_json(document, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(document)
+        return
     printing.say(f"{finding.framework.title}: {finding.why}")
     if not judged:
         printing.say(f"{root}: no checkpoint of it")
-        return ExitCode.FINISHED
+        return
     table = [("CHECKPOINT", "STEP", "SIZE", "WORLD", *(("RESUMES ON",) if arguments.verbose else ()), "STATE")]
     for each in judged:
         row = row_of(each, root)
@@ -110,7 +110,6 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
             )
         )
     printing.say_table(table, right=frozenset({1, 2, 3}))
-    return ExitCode.FINISHED
 
 
 def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
@@ -129,7 +128,7 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
     whole = judged.state.chosen_from or judged.state is State.NOT_RESUMABLE
     if arguments.json:
         document = {**header_of(path, finding), "ok": whole, "deep": how.deep, **row_of(judged, path.parent)}
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     else:
         printing.say(f"{finding.framework.title}: {finding.why}")
         printing.say(f"{path}: {judged.state.value}{_read(judged)}")
@@ -153,7 +152,7 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
             "chosen": None if chosen is None else row_of(chosen, root),
             "skipped": [row_of(each, root) for each in skipped],
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     elif chosen is not None:
         printing.say_path(str(chosen.step.path))
         if chosen.resume is not None:
@@ -269,7 +268,6 @@ def add_repair(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     return command
 
 
-@printing.reading
 def repair_directory(arguments: argparse.Namespace) -> int:
     """Say what is wrong with pointer files and torn checkpoints, and put it right where that was asked for."""
     finding = found(arguments)
@@ -295,7 +293,7 @@ def repair_directory(arguments: argparse.Namespace) -> int:
             "pointers": pointers,
             "torn": torn,
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     else:
         printing.say(f"{framework.title}: {finding.why}")
         shown = "none" if newest is None else name_of(newest, root)

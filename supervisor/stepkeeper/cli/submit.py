@@ -34,7 +34,7 @@ from stepkeeper.slurm import cmd, requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands, job_state
 from stepkeeper.submit import own_script, preflight, sbatch
-from stepkeeper.submit.plan import METRICS_NAME, measure
+from stepkeeper.submit.plan import measure
 from stepkeeper.submit.sbatch import Wanted, notice_s, program, render
 from stepkeeper_trainer.formats import lease
 
@@ -75,8 +75,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_resume(subcommands)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Render, check, submit."""
     wanted = _wanted(arguments)
     script = render(wanted)
@@ -98,11 +97,11 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         if arguments.json:
             lines = [not_checked] if not_checked else [_line(each) for each in findings]
-            printing.say_json({"script": script, "findings": lines}, indent=2)
+            printing.say_json({"script": script, "findings": lines})
         else:
             sys.stdout.write(script)
             _warn(findings)
-        return ExitCode.FINISHED
+        return
     _warn(findings)
     sbatch.check(script)
     job = sbatch.submit(script)
@@ -110,7 +109,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not _is_array(wanted):
         _note(where, job, script, config)
     if arguments.json:
-        printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script}, indent=2)
+        printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script})
     else:
         printing.say(f"job {job} is submitted")
         printing.say(f"  run directory  {where}")
@@ -120,7 +119,6 @@ def execute(arguments: argparse.Namespace) -> int:
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(str(job)), time.time())}")
-    return ExitCode.FINISHED
 
 
 def _is_array(wanted: Wanted) -> bool:
@@ -235,7 +233,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     save_s = None
     if arguments.like is not None:
         directory = find.find(arguments.like, os.environ)
-        save_s = measure(directory.journal, directory.path / METRICS_NAME).persist_s
+        save_s = measure(directory.journal, directory.metrics).persist_s
     return Wanted(
         command=training,
         program=program(),
@@ -326,8 +324,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     command.set_defaults(execute=resume)
 
 
-@printing.reading
-def resume(arguments: argparse.Namespace) -> int:
+def resume(arguments: argparse.Namespace) -> None:
     """Submit a run again."""
     wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
     if wrong is not None:
@@ -342,16 +339,15 @@ def resume(arguments: argparse.Namespace) -> int:
     document = {"run_directory": str(run.path), "as_job": submission.job, "sbatch": _sbatch_line(submission, more)}
     if arguments.dry_run:
         if arguments.json:
-            printing.say_json({**document, "script": submission.script}, indent=2)
-        return ExitCode.FINISHED
+            printing.say_json({**document, "script": submission.script})
+        return
     job = _submit(run, submission, more)
     if arguments.json:
-        printing.say_json({**document, "job": job}, indent=2)
+        printing.say_json({**document, "job": job})
     else:
         printing.say(f"job {job} is submitted; it continues {run.path}")
         printing.say(f"  see            stepkeeper status {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
-    return ExitCode.FINISHED
 
 
 def _newest_job(run: RunDirectory) -> str:

@@ -24,7 +24,6 @@ from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.verify import Cache, look_again
 
-METRICS_NAME = "metrics.csv"
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look
 LOOK_AGAIN_S = 300.0  # at the files of a step directory that has not changed
 
@@ -48,7 +47,7 @@ class Reader:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._journal = lines.Growing(run.journal)
-        self._metrics = lines.Growing(run.path / METRICS_NAME)
+        self._metrics = lines.Growing(run.metrics)
         self._builder = history.HistoryBuilder()
         self._table = model.RowTable()
         self._looked_at: dict[str, _LookedAt] = {}
@@ -79,11 +78,12 @@ class Reader:
         for name, path in said.elsewhere.items():
             if (there := look_elsewhere(Path(path))) is not None:
                 disk.setdefault(name, there)
+        status = status_file.known(self._run.status)  # one that is none says nothing; the journal counts
         return timeline.build(
             said,
             self._table.rows,
             timeline.checkpoints(said, lineages.read(checkpoints), disk),
-            updated_at=_updated_at(self._run),
+            updated_at=micro(status_file.heard_at(status)) if status is not None else None,
             now=micro(time.time() if now is None else now),
         )
 
@@ -203,11 +203,6 @@ def _add_rescues(run: RunDirectory, said: history.History) -> None:
             )
         )
     said.incidents.found.sort(key=lambda each: each.at)
-
-
-def _updated_at(run: RunDirectory) -> int | None:
-    status = status_file.known(run.status)  # one that is none says nothing; the journal counts
-    return micro(status_file.heard_at(status)) if status is not None else None
 
 
 # With what each attempt was started: its command line, code and settings, from the records in `attempts/`.

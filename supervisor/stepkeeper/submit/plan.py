@@ -78,7 +78,6 @@ def plan(nodes: int, costs: Costs, *, overhead_max: float) -> Plan:
 #
 # From `journal.jsonl` (commits, nodes, losses) and `metrics.csv` (the time of each step).  Reads only.
 
-METRICS_NAME = "metrics.csv"
 SAVES_KEPT = 50  # the newest: an older library or file system is no guide
 RESTARTS_KEPT = 20
 CLOCK_STEP_S = 0.001  # metrics.csv has milliseconds

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -69,6 +72,23 @@ def size(text: str) -> int:
     if found <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500M or 2GiB")
     return found
+
+
+@contextlib.contextmanager
+def opened(name: str, what: str) -> Iterator[BinaryIO]:
+    """Open a file that is to be read; `-` is stdin.
+
+    Raises:
+        StepkeeperError: it cannot be opened or read; `what` says what can be named.
+    """
+    try:
+        with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
+            yield file
+    except BrokenPipeError:
+        raise  # of our own output
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise StepkeeperError(f"{name}: {why}: name {what}, or -", ExitCode.NOTHING_FOUND) from error
 
 
 def add_launch(command: argparse.ArgumentParser, default: str) -> None:

@@ -242,14 +242,13 @@ def verify_step(arguments: argparse.Namespace) -> int:
             printing.say(problem)
     elif arguments.shallow:
         printing.say(f"{directory}: {steps.COMMITTED}: names, sizes and coverage are right (--shallow reads no data)")
-    elif verdict.bytes_known:
-        known = printing.size(verdict.bytes_known)
-        printing.say(
-            f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read, "
-            f"{known} unchanged since they were read before: leave out --cached to read them)"
-        )
     else:
-        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+        known = ""
+        if verdict.bytes_known:
+            unchanged = printing.size(verdict.bytes_known)
+            known = f", {unchanged} unchanged since they were read before: leave out --cached to read them"
+        read = f"{printing.size(verdict.bytes_read)} read{known}"
+        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({read})")
     return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
 
 

@@ -237,10 +237,13 @@ def execute(arguments: argparse.Namespace) -> None:
         directory = verified_dcp(directory)
     began = time.monotonic()
     names = names_of(arguments)
+    prefix = arguments.prefix
+    if prefix is None:  # a DCP directory's model may have none
+        prefix = export.usual_prefix(directory) if plain else export.PREFIX
     try:
         plan = export.plan_export(
             directory,
-            prefix=_prefix(arguments, directory, plain=plain),
+            prefix=prefix,
             dtype=arguments.dtype,
             shard_bytes_max=arguments.max_shard_size,
             keep_tied=arguments.keep_tied,
@@ -292,13 +295,6 @@ def names_of(arguments: argparse.Namespace) -> Names | None:
     raise StepkeeperError(
         f"--names needs the rows of an attention head: --head-dim N, or --copy {CONFIG} of the model", ExitCode.USAGE
     )
-
-
-def _prefix(arguments: argparse.Namespace, directory: Path, *, plain: bool) -> str:
-    """Return the prefix that was asked for; of a DCP directory whose model has none, none."""
-    if arguments.prefix is not None or not plain:
-        return export.PREFIX if arguments.prefix is None else str(arguments.prefix)
-    return export.usual_prefix(directory)
 
 
 class _Progress:

@@ -60,7 +60,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def execute(arguments: argparse.Namespace) -> int:
     """Look, and print what there is to say."""
-    save_s = arguments.save_s if arguments.save_s is not None else _measured(arguments.run)
+    save_s = arguments.save_s
+    if save_s is None and arguments.run is not None:
+        save_s = measure(find.find(arguments.run, os.environ)).persist_s
     try:
         here = site.gather(partition=arguments.partition, save_s=save_s)
     except SlurmError as error:
@@ -83,14 +85,6 @@ def execute(arguments: argparse.Namespace) -> int:
         show(found, show_all=arguments.all)
     worst = max((finding.level.weight for finding in found), default=0)
     return int(ExitCode.SITE_UNFIT) if worst == Level.PROBLEM.weight else int(ExitCode.FINISHED)
-
-
-def _measured(run: str | None) -> float | None:
-    """Return what a run's saves take; None where there is no run, or it has not saved."""
-    if run is None:
-        return None
-    directory = find.find(run, os.environ)
-    return measure(directory.journal, directory.metrics).persist_s
 
 
 def _script(command: tuple[str, ...]) -> list[Finding]:

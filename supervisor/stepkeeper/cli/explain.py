@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper.cli import printing
-from stepkeeper.cli.arguments import add_launch, is_named, not_there
+from stepkeeper.cli.arguments import add_launch, is_named, not_there, opened
 from stepkeeper.config import resolve
 from stepkeeper.core import causes
 from stepkeeper.core.causes import Cause, Rung
@@ -301,14 +300,8 @@ def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
 
 
 def _read(name: str) -> log_lines.Log:
-    try:
-        if name == "-":
-            return log_lines.read_log(sys.stdin.buffer)
-        with open(name, "rb") as file:
-            return log_lines.read_log(file)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise StepkeeperError(f"{name}: {why}: name log files, or -", ExitCode.NOTHING_FOUND) from error
+    with opened(name, "log files") as file:
+        return log_lines.read_log(file)
 
 
 def _document(verdict: Verdict) -> dict[str, Any]:

@@ -424,17 +424,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         return UNKNOWN
     code = CRITICAL if report.problems else WARNING if report.warnings else OK
     if arguments.json:
-        printing.say_json(
-            {
-                "status": WORDS[code],
-                "fit": report.fit,
-                "problems": report.problems,
-                "warnings": report.warnings,
-                "figures": report.figures,
-                "nvml": report.nvml,
-                "took_s": report.took_s,
-            }
-        )
+        printing.say_json({"status": WORDS[code], "fit": report.fit, **msgspec.structs.asdict(report)})
     else:
         _show_check(code, report)
     watchdog.cancel()

@@ -72,8 +72,7 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the plan."""
     measured = None
     if arguments.run is not None:
-        run = find.find(arguments.run, os.environ)
-        measured = measure(run.journal, run.metrics)
+        measured = measure(find.find(arguments.run, os.environ))
     plans, assumed = _plan(arguments, measured or Measured())
     if arguments.json:
         documents = [{**msgspec.structs.asdict(each), "use": each.use} for each in plans]

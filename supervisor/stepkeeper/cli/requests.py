@@ -156,9 +156,10 @@ def _alive(run: RunDirectory) -> Status:
 def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
     """Wait for the next commit, or the word that the save failed."""
     over = functools.partial(status_file.is_over, run.status)
-    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over):
+    ends = _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over)
+    if not ends:
         raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
-    (found,) = _end_of_save(run, asked_at)
+    (found,) = ends
     if isinstance(found, on.CheckpointCommitted):
         return {"step": found.step, "directory": str(run.checkpoints / found.directory), "seconds": found.seconds}
     raise StepkeeperError(f"the save of step {found.step} failed: {found.error}", ExitCode.STORAGE)

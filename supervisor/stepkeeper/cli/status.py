@@ -233,17 +233,16 @@ def _answers_of_slurm(job: str, *, as_json: bool) -> bool:
 def _show_list(runs: list[RunDirectory], *, as_json: bool) -> None:
     """Print one line a run, the newest first; what cannot be read is said in its line."""
     now = time.time()
-    looks = [_look(run) for run in runs[:RUNS_MAX]]
-    queued = queue.query_all({seen.waiting.job for seen, _ in looks if seen.waiting is not None})
+    looks = [(run, *_look(run)) for run in runs[:RUNS_MAX]]
+    queued = queue.query_all({seen.waiting.job for _, seen, _ in looks if seen.waiting is not None})
     looks = [
-        (msgspec.structs.replace(seen, queued=queued.get(seen.waiting.job)) if seen.waiting is not None else seen, why)
-        for seen, why in looks
+        (run, msgspec.structs.replace(seen, queued=queued.get(_job(seen)) if seen.waiting is not None else None), why)
+        for run, seen, why in looks
     ]
-    there = list(zip(runs, looks, strict=False))
     if as_json:
-        printing.say_json([_listed(run, seen, problem, now) for run, (seen, problem) in there])
+        printing.say_json([_listed(run, seen, problem, now) for run, seen, problem in looks])
     elif runs:
-        rows = [_row(run, seen, problem, now) for run, (seen, problem) in there]
+        rows = [_row(run, seen, problem, now) for run, seen, problem in looks]
         printing.say_table([_HEADINGS, *rows], right=frozenset((2, 3, 4, 5, 6)))
         if len(runs) > RUNS_MAX:
             printing.say(f"and {len(runs) - RUNS_MAX} older ones")

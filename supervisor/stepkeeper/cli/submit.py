@@ -84,7 +84,8 @@ def execute(arguments: argparse.Namespace) -> None:
     config = _configure(arguments, wanted)
     run_dir = config.settings.run_dir
     try:
-        here = _site(wanted)
+        here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
+        here = here if wanted.partition is not None else site.only_default(here)
         attempt_s = _limit(wanted, here)
         findings = _findings(here)
         _say_busy(run_dir, wanted)
@@ -106,7 +107,9 @@ def execute(arguments: argparse.Namespace) -> None:
     sbatch.check(script)
     job = sbatch.submit(script)
     where = _where(run_dir, job, wanted)
-    if not _is_array(wanted):
+    # each task of an array has a run of its own
+    is_array = any(option.startswith(("--array", "-a")) for option in wanted.sbatch) or "SBATCH_ARRAY_INX" in os.environ
+    if not is_array:
         _note(where, job, script, config)
     if arguments.json:
         printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script})
@@ -119,11 +122,6 @@ def execute(arguments: argparse.Namespace) -> None:
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(str(job)), time.time())}")
-
-
-def _is_array(wanted: Wanted) -> bool:
-    """Tell whether each task of the job has a run of its own."""
-    return any(option.startswith(("--array", "-a")) for option in wanted.sbatch) or "SBATCH_ARRAY_INX" in os.environ
 
 
 def _note(where: str, job: int, script: str, config: Config) -> None:
@@ -232,8 +230,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     training = read_cmd(arguments.cmd, "submit")
     save_s = None
     if arguments.like is not None:
-        directory = find.find(arguments.like, os.environ)
-        save_s = measure(directory.journal, directory.metrics).persist_s
+        save_s = measure(find.find(arguments.like, os.environ)).persist_s
     return Wanted(
         command=training,
         program=program(),
@@ -277,12 +274,6 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _site(wanted: Wanted) -> Site:
-    """Return the cluster as this job will see it.  Raises `SlurmError`."""
-    here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
-    return here if wanted.partition is not None else site.only_default(here)
 
 
 def _findings(here: Site) -> list[Finding]:

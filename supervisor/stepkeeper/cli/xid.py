@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import opened
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent.xid import catalogue as catalogues
@@ -123,43 +122,19 @@ def _document(row: Row | SwitchRow) -> dict[str, Any]:
 def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) -> None:
     if not as_json:
         _say_columns("FAULT", "PCI", "ACTION", "FAULT OF", "WHY")
-    with _opened(name) as file:
-        for sighting in scan(_reader(name, file), allow_injected=allow_injected):
+
+    def read(count: int) -> bytes:
+        sys.stdout.flush()  # faults of a log that still grows are shown at once
+        return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # it is buffered
+
+    with opened(name, "a file with lines of a kernel log") as file:
+        for sighting in scan(read, allow_injected=allow_injected):
             fault = judge(sighting.report, at=0.0, source=Source.KERNEL, catalogue=known, gpu=sighting.gpu)
             if as_json:
                 printing.say_json_line(_found(sighting, fault, known))
             else:
                 why = f"{fault.instance}: {fault.why}" if fault.instance else fault.why
                 _say_columns(fault.name, fault.pci or "-", fault.action.value, fault.domain.value, why)
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    stdin = name == "-"
-    try:
-        file = open(0 if stdin else name, "rb", closefd=not stdin)  # noqa: SIM115 - closed below
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise _unreadable(name, error) from error
-    with file:
-        yield file
-
-
-def _reader(name: str, file: BinaryIO) -> Callable[[int], bytes]:
-    """Return a function that reads what is there: faults of a log that still grows are shown at once."""
-
-    def read(count: int) -> bytes:
-        sys.stdout.flush()
-        try:
-            return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # both kinds of file are buffered
-        except OSError as error:
-            raise _unreadable(name, error) from error
-
-    return read
-
-
-def _unreadable(name: str, error: OSError | ValueError) -> StepkeeperError:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return StepkeeperError(f"{name}: {why}: name a file with lines of a kernel log, or -", ExitCode.NOTHING_FOUND)
 
 
 def _found(sighting: Sighting, fault: Fault, known: Catalogue) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from stepkeeper.cli import printing
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal, lines
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.coordinate.cadence import (
     Costs,
     FailureRate,
@@ -123,15 +124,15 @@ class _Measured(msgspec.Struct):
     lost_at: list[float]  # failures of the infrastructure
 
 
-def measure(run_journal: Path, metrics: Path) -> Measured:
+def measure(run: RunDirectory) -> Measured:
     """Read what a run has measured.  Missing files say nothing; damaged lines are passed over.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
-    found = _read_journal(run_journal)
+    found = _read_journal(run.journal)
     saves, attempts = found.saves[-SAVES_KEPT:], found.attempts
-    steps = list(_read_steps(metrics))
+    steps = list(_read_steps(run.metrics))
     return Measured(
         nodes=attempts[-1].nodes if attempts else None,
         saves=len(saves),

@@ -114,6 +114,14 @@ def test_a_start_says_what_it_waits_for(command: Command, run: RunDirectory) -> 
     assert closed_gates(training) == ()
 
 
+def test_a_phase_that_the_journal_does_not_tell_of_yet_has_no_beginning(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, updated_at=time.time(), phase="saving")
+    build.write_journal(run, build.story(run))
+
+    assert json.loads(command("status", run.path, "--json").out)["phase_since"] is None
+    assert "phase          saving\n" in command("status", run.path).out
+
+
 def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None:
     build.write_status(run, suspended_seconds=7260.0)
     assert "2 h 01 min of this attempt" in command("status", run.path).out

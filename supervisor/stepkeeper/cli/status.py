@@ -130,6 +130,8 @@ def _show(run: RunDirectory, seen: Glance, *, as_json: bool, asked_for: str = ""
     rows = [("run", str(run.path))]
     rows += [(label, with_bar(label, words, seen, WIDTH, plain=plain)) for label, words in facts(seen, now)]
     newest = _job(seen)
+    if seen.status is None:
+        rows.append(("logs", f"{run.path / 'logs'} (ranks, once they start)"))
     if find.is_job(asked_for) and asked_for.isdigit() and asked_for != newest:
         rows.append(("earlier", f"job {asked_for} worked on this run before"))
     printing.say_table(rows)

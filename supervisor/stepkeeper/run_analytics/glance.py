@@ -162,6 +162,8 @@ def glance(run: RunDirectory, status: Status | None = None, *, records_max: int 
             checkpoint = _directory(run, event, status.checkpoint_step)
         if len(decisions) >= DECISIONS_MAX and phase_over and committed_at is not None and checkpoint:
             break
+    if status is not None and newest is not None and newest.phase != status.phase:
+        since = None  # the journal is behind the status, or the other way round
     return Glance(
         status=status,
         decisions=tuple(reversed(decisions)),
@@ -276,7 +278,8 @@ def _phase(seen: Glance, now: float) -> str:
     status, waiting = seen.status, seen.waiting
     if waiting is not None:
         since = f"for {duration(max(0.0, now - waiting.since))} ({waiting.how.value} {instant(waiting.since)})"
-        return f"{waits(seen)}, {since}: {waits_for(seen, waiting)}"
+        word = "gone before it started" if waits(seen) == "gone" else waits(seen)
+        return f"{word}, {since}: {waits_for(seen, waiting)}"
     if status is None:
         return "no supervisor has worked on this run yet, or its status cannot be read"
     if status.exit_code is not None:

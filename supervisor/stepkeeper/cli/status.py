@@ -25,7 +25,6 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import heard_at
 from stepkeeper.slurm import requeue
-from stepkeeper.slurm.client import SlurmError
 
 ANSWERED_BY_THE_QUEUE = ("status", "events", "explain", "logs")  # while a job waits, that is all that there is to show
 GOES_ON_OR_IS_FINISHED = (None, ExitCode.FINISHED, ExitCode.REQUEUED, ExitCode.SUPERSEDED)
@@ -215,15 +214,11 @@ def _answers_of_slurm(job: str, *, as_json: bool) -> bool:
     if as_json:
         printing.say_json({"run_directory": None, "phase": "pending", "done": False, "queue": queued})
         return True
-    try:
-        log = requeue.log_of(job)
-    except SlurmError:
-        log = ""
     rows = [
         ("phase", "pending"),
         ("Slurm says", queue.words(queued, time.time())),
         ("run", "not known yet: `stepkeeper run` makes its directory when the job starts"),
-        ("log", log or "not known"),
+        ("log", requeue.log_of(job) or "not known"),
     ]
     printing.say_table(rows)
     return True

@@ -134,7 +134,7 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
             job=str(job),
             at=time.time(),
             directory=os.getcwd(),
-            log=_log_of(str(job)),
+            log=requeue.log_of(str(job)),
             script=script,
             environment=submission.settings(os.environ),
         )
@@ -142,14 +142,6 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
         find.remember(directory.path, os.environ)
     except (StepkeeperError, OSError) as error:
         printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
-
-
-def _log_of(job: str) -> str:
-    """Return where a job's log is, as a help for people; empty where Slurm does not say it, or the job is over."""
-    try:
-        return requeue.log_of(job)
-    except SlurmError:
-        return ""
 
 
 def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
@@ -445,7 +437,8 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         code = ExitCode.NO_SLURM if error.unreachable else ExitCode.START_FAILED
         raise StepkeeperError(f"Slurm refuses the job: {error}", code) from error
     try:
-        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=_log_of(job)))
+        again = msgspec.structs.replace(submission, job=job, at=time.time(), log=requeue.log_of(job))
+        submissions.write(run.path, again)
         find.remember(run.path, os.environ)
     except OSError as error:
         printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")

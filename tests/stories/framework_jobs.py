@@ -81,13 +81,6 @@ ALL = (HUGGINGFACE, LIGHTNING, ACCELERATE, DEEPSPEED)
 each_script = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.framework)
 
 
-def require(kind: Script) -> None:
-    """Skip a test where the environment of its framework was not built."""
-    python, why = environments.python(kind.environment)
-    if python is None:
-        pytest.skip(why)
-
-
 @dataclass
 class Segment:
     """What rank 0 told between two starts of the script."""
@@ -122,8 +115,7 @@ class Job(Training):
 
     def begin(self, **environment: str) -> Job:
         """Submit it as root: the environment lies above that of the tests, which other users may not read."""
-        python, why = environments.python(self.kind.environment)
-        assert python is not None, why
+        python = environments.require(self.kind.environment)
         self.user = "root"
         self.work.mkdir(exist_ok=True)
         script = self.work / self.kind.name

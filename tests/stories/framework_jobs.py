@@ -275,18 +275,6 @@ def killed_in_a_save(job: Job, step: int = 3 * SAVES_EVERY) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def killed_before_its_random_state(job: Job, step: int = 3 * SAVES_EVERY) -> None:
-    """Hugging Face: rank 1 stands still behind a step that rank 0 saves, and is killed once rank 0 is through."""
-    job.until_step(step - 2)
-    pid, told = job.rank_pid(1), job.out / "told-1"
-    quickly(lambda: f"\n{step} " in told.read_text(), f"step {step} of rank 1\n{job.story()}")
-    os.kill(pid, signal.SIGSTOP)
-    done = job.checkpoint(step) / "trainer_state.json"
-    quickly(done.exists, f"{done}\n{job.story()}")
-    time.sleep(1.0)  # it removes older ones behind that
-    os.kill(pid, signal.SIGKILL)
-
-
 def killed_before_the_last_rank_has_saved(job: Job, step: int = 3 * SAVES_EVERY) -> None:
     """DeepSpeed: rank 1 stands still in its part of a save, and is killed once rank 0 has named the checkpoint."""
     job.until_step(step - 2)

@@ -19,15 +19,14 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
-from stepkeeper.run_analytics import queue
-from stepkeeper.run_analytics.model import NONE, SECOND, Key, Rows, RowTable, exit_meaning
+from stepkeeper.run_analytics import queue, reading
+from stepkeeper.run_analytics.model import SECOND, Key, Rows, exit_meaning
 from stepkeeper.run_analytics.queue import Queued, Waiting, Waits
-from stepkeeper.run_store import journal, lines, submission
+from stepkeeper.run_store import journal, submission
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import Record
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import NO_LIBRARY, Status, heard_at, is_silent
-from stepkeeper_trainer.formats.plain import open_plain
 
 RECORDS_BACK_MAX = 1_500  # of a look that is taken again each second
 DECISIONS_MAX = 40
@@ -73,7 +72,8 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     def loss_not_finite(self) -> bool:
         """Whether the newest known loss is NaN or infinite."""
         known = [loss for rows in self.rows.values() for loss in rows.loss if not math.isnan(loss)]
-        return (self.status is not None and self.status.loss_not_finite) or math.isinf(known[-1] if known else NONE)
+        said = self.status is not None and self.status.loss_not_finite
+        return said or (bool(known) and math.isinf(known[-1]))
 
     @property
     def pace(self) -> float | None:
@@ -168,7 +168,7 @@ def glance(run: RunDirectory, status: Status | None = None, *, records_max: int 
         status=status,
         decisions=tuple(reversed(decisions)),
         phase_since=since,
-        rows=_rows(run),
+        rows=reading.rows(run, newest=ROWS_MAX),
         committed_at=committed_at,
         checkpoint=checkpoint,
         left=tuple(left.items()),
@@ -193,18 +193,6 @@ def _directory(run: RunDirectory, event: on.Event, step: int) -> str:
     inside = run.checkpoints / os.path.basename(directory)
     is_elsewhere = os.path.isabs(directory) and not inside.exists() and os.path.exists(directory)
     return directory if is_elsewhere else str(inside)
-
-
-def _rows(run: RunDirectory) -> dict[Key, Rows]:
-    table = RowTable()
-    try:
-        with open_plain(run.metrics, within=run.path) as file:
-            newest = list(itertools.islice(lines.backwards(file), ROWS_MAX))
-    except FileNotFoundError:
-        return {}
-    for line in reversed(newest):
-        table.take(line)
-    return table.rows
 
 
 def changed_at(run: RunDirectory) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.config import resolve
 from stepkeeper.run_analytics import history, model, timeline
-from stepkeeper.run_analytics.model import Incident, micro
+from stepkeeper.run_analytics.model import Incident, Key, Rows, micro
 from stepkeeper.run_analytics.nodes import Nodes
 from stepkeeper.run_analytics.timeline import OnDisk, Timeline
 from stepkeeper.run_store import journal, lease, lines, submission
@@ -22,6 +22,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.plain import open_plain
 from stepkeeper_trainer.formats.verify import Cache, look_again
 
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look
@@ -39,6 +40,25 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
         OSError: a file is there and cannot be read.
     """
     return Reader(run).see(now=now)
+
+
+def rows(run: RunDirectory, newest: int | None = None) -> dict[Key, Rows]:
+    """Return the completed steps by launch, oldest first: all, or so many of the newest.
+
+    Raises:
+        OSError: they are there and cannot be read.
+    """
+    table = model.RowTable()
+    try:
+        with open_plain(run.metrics, within=run.path) as file:
+            found = lines.forwards(file)
+            if newest is not None:
+                found = reversed(list(itertools.islice(lines.backwards(file), newest)))
+            for line in found:
+                table.take(line)
+    except FileNotFoundError:
+        pass  # no step was completed yet
+    return table.rows
 
 
 class Reader:

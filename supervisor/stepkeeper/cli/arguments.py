@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
@@ -82,7 +81,7 @@ def opened(name: str, what: str) -> Iterator[BinaryIO]:
         StepkeeperError: it cannot be opened or read; `what` says what can be named.
     """
     try:
-        with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
+        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
             yield file
     except BrokenPipeError:
         raise  # of our own output

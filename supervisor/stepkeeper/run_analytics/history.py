@@ -295,7 +295,7 @@ class HistoryBuilder:
         """Let the newest launch of an attempt know what happened."""
         _end(launch, record)
         event = record.event
-        key = (launch.attempt, launch.number)
+        key = launch.key
         if getattr(event, "launch", launch.number) != launch.number:
             return  # a late message of an earlier one
         match event:

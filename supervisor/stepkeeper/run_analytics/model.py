@@ -15,6 +15,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
+Key = tuple[int, int]  # attempt, launch
 SILENT_S = 120.0  # each step reaches the supervisor; what writes nothing for longer is pointed out
 SILENT_STEPS = 10
 
@@ -142,6 +143,11 @@ class Launch(msgspec.Struct, kw_only=True):
     last_step: int | None = None  # from its rows
 
     @property
+    def key(self) -> Key:
+        """By which its rows are known."""
+        return self.attempt, self.number
+
+    @property
     def name(self) -> str:
         """`ATTEMPT.LAUNCH`, as in logs."""
         return f"{self.attempt}.{self.number}"
@@ -238,7 +244,6 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
 
 # The steps of each launch, in columns: a million rows take 32 MB.
 
-Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
 NONE = math.nan  # a step without a loss; one whose loss is no number has an infinite one here
 AT_MAX = 1e11  # Unix seconds beyond it are a torn line

@@ -64,7 +64,7 @@ def stretches(attempt: Attempt, rows: Mapping[Key, Rows], step_times: Mapping[Ke
     found: list[Stretch] = []
     for begin, end in attempt.still:
         launch = _launch_at(attempt, begin, end)
-        key = (launch.attempt, launch.number) if launch is not None else (-1, -1)
+        key = launch.key if launch is not None else (-1, -1)
         known = rows.get(key)
         if not known:
             found.append((begin, end))
@@ -152,10 +152,10 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
     reported = bool(rows)
     found: list[Span] = []
     step_times = {
-        (attempt.number, launch.number): step_time(known, attempt.still)
+        launch.key: step_time(known, attempt.still)
         for attempt in attempts
         for launch in attempt.launches
-        if (known := rows.get((attempt.number, launch.number)))
+        if (known := rows.get(launch.key))
     }
     typical = int(statistics.median([each for each in step_times.values() if each] or [0]))
     step_times = {
@@ -198,7 +198,7 @@ def kept_until(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends) -
     limit = None if ends.finished or not ends.over else ends.durable_step
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
-            key = (launch.attempt, launch.number)
+            key = launch.key
             limits[key] = limit
             known = rows.get(key)
             began_after = min(launch.resumed_step, known.step[0] - 1) if known else launch.resumed_step
@@ -223,7 +223,7 @@ def _attempt(
         ends = max(min(launch.ended, end) if launch.ended is not None else replaced_at, begins)
         for piece in _by_phase(attempt.phases, at, begins):
             yield piece, None
-        key = (launch.attempt, launch.number)
+        key = launch.key
         known, a_step = rows.get(key), step_times.get(key, 0)
         for piece in _launch(attempt, launch, (begins, ends), known, limits[key], step_us=a_step, reported=reported):
             yield piece, launch

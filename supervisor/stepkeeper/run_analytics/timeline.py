@@ -85,7 +85,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         best: int | None = None
         lost = 0
         for launch in self.launches():
-            rows = self.rows.get((launch.attempt, launch.number))
+            rows = self.rows.get(launch.key)
             if not rows:
                 continue
             if best is not None:
@@ -157,7 +157,7 @@ def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
     for index, attempt in enumerate(attempts):
         limit = attempts[index + 1].began if index + 1 < len(attempts) else None
         for launch in attempt.launches:
-            known = rows.get((launch.attempt, launch.number))
+            known = rows.get(launch.key)
             if not known:
                 continue
             launch.last_step = known.step[-1]
@@ -202,7 +202,7 @@ def _durable(attempts: Sequence[Attempt]) -> int:
 def _newest_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> Rows | None:
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
-            if known := rows.get((launch.attempt, launch.number)):
+            if known := rows.get(launch.key):
                 return known
     return None
 

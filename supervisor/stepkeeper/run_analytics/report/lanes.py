@@ -241,7 +241,7 @@ def ended_at(launch: Launch, seen: Timeline) -> int:
     """Return when a launch ended, as far as anybody knows."""
     if launch.ended is not None:
         return launch.ended
-    rows = seen.rows.get((launch.attempt, launch.number))
+    rows = seen.rows.get(launch.key)
     return rows.at[-1] if rows else launch.began
 
 

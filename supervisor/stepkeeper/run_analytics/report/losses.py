@@ -46,7 +46,7 @@ def curve(seen: Timeline, columns: int = COLUMNS) -> Curve | None:
     Of the steps that count, of their learning rate, and of those that were done again, there are four a column at most.
     """
     limits = seen.kept_until
-    launches = [(each, rows) for each in seen.launches() if (rows := seen.rows.get((each.attempt, each.number)))]
+    launches = [(each, rows) for each in seen.launches() if (rows := seen.rows.get(each.key))]
     if not launches:
         return None
     first = min(rows.step[0] for _, rows in launches)
@@ -58,7 +58,7 @@ def curve(seen: Timeline, columns: int = COLUMNS) -> Curve | None:
     resumes: list[tuple[int, Launch]] = []
     strange: list[tuple[int, int]] = []
     for launch, rows in launches:
-        limit = limits[launch.attempt, launch.number]
+        limit = limits[launch.key]
         until = limit if limit is not None else math.inf
         kept += _thin(rows.step, rows.loss, width, first, -math.inf, until)
         rate += _thin(rows.step, rows.rate, width, first, -math.inf, until)

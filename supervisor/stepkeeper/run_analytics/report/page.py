@@ -306,7 +306,7 @@ def _failures(seen: Timeline, detail: Detail) -> str:
 
 def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
     last = launch.last_step
-    limit = seen.kept_until.get((launch.attempt, launch.number))
+    limit = seen.kept_until.get(launch.key)
     redone = max(0, last - max(limit, launch.resumed_step)) if last is not None and limit is not None else 0
     why = f"<div class=words>{text(launch.why)}</div>"
     if launch.cause:

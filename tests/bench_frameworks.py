@@ -42,6 +42,7 @@ SIGNAL_BEFORE_S = 15
 ERROR_CHARACTERS = 100
 LIMIT = "time limit"
 NOT_PLAYED = "not run"
+NOT_RUN = "*Not run*: the benchmark was stopped before these cells. It ran the cells that matter most first.\n\n"
 STEPKEEPER, ALONE, SUBMITIT_WAY, LIGHTNING = "Stepkeeper", "alone", "submitit", "Lightning's requeue"
 
 
@@ -206,7 +207,9 @@ def page(outcomes: Sequence[Outcome]) -> str:
             if found:
                 rows.append(f"| {' | '.join([fault.name, *(found.get(way, NOT_PLAYED) for way in columns)])} |")
         parts.append("\n".join(rows) + "\n")
-    return filled(TEMPLATE.read_text()).replace("{tables}\n", "\n".join(parts))
+    tables = "\n".join(parts)
+    text = filled(TEMPLATE.read_text()).replace("{tables}\n", tables)
+    return text.replace("{not_run}", NOT_RUN if f"| {NOT_PLAYED} |" in tables else "")
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper_trainer/store/conversion.py": "a model that a person names, and writes",
     "stepkeeper_trainer/store/export.py": "writes, and copies files that a person names; a model that a person names",
     "stepkeeper_trainer/tiers/directory.py": "writes, and reads back its own",
+    "stepkeeper_trainer/tiers/holding.py": "directories, to lock them",
     "stepkeeper_trainer/tiers/memory.py": "its own directory in memory; /proc, and control groups",
     "stepkeeper_trainer/tiers/tiering.py": "memory",
     "stepkeeper/run_store/find.py": "the home",

@@ -22,6 +22,7 @@ from pathlib import Path
 from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, file_size, give_up
+from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
 from stepkeeper_trainer.tiers.peers import PeerCopies
 from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError, writer_of
 
@@ -29,8 +30,11 @@ ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has 
 RESERVE_SHARE = 0.1  # of each limit stays free: at the limit the kernel ends the training, and not the snapshot
 LOOK_EVERY_S = 1.0  # for room
 TRIES = 3
+TRY_AGAIN_S = 0.01
+LET_GO_WITHIN_S = 2.0  # ranks that were killed are gone by then
 REST_S = 60.0  # after a disk error: whatever it is, it is not tried at each step
-STALE_S = 86400.0  # a run that takes snapshots writes more often; what is older has been left by a killed node or job
+STALE_S = 86400.0  # a script without a supervisor may be started again until then, and goes on from what it left
+WATCHED = "watched"  # a file: a watcher has held the directory, so it is wanted while somebody holds it, and no longer
 
 
 class NotSharedError(TierError):
@@ -43,6 +47,7 @@ class Memory(LocalTier):
     def __init__(self, checkpoints: Path) -> None:
         """Make nothing yet."""
         super().__init__(checkpoints, keep=1)
+        self._held: int | None = None
 
     @property
     def own(self) -> Path:
@@ -50,7 +55,7 @@ class Memory(LocalTier):
         return self.checkpoints.parent
 
     def open(self) -> None:
-        """Make the directory, unless it is there and nobody else could have put anything into it.
+        """Make the directory, unless it is there and nobody else could have put anything into it; hold it from now on.
 
         Raises:
             TierError: it is not safe.
@@ -64,7 +69,9 @@ class Memory(LocalTier):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(each, mode=0o700)
                     _require_own(each)
+                self._held = hold(self.own, self._held)
                 return
+            time.sleep(TRY_AGAIN_S)
         raise TierError(f"{users}: is removed as soon as it is made")
 
     def begin(self, step: int, save_id: str, size: int) -> Path:
@@ -107,17 +114,20 @@ class Memory(LocalTier):
 
     def discard(self) -> None:
         """Remove all that this run has here, and the user's directory where nothing else is in it."""
-        shutil.rmtree(self.own, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs have something there
-            self.own.parent.rmdir()
+        give_up(self.own)
+        _forget_user(self.own.parent)
 
     def sweep(self) -> list[str]:
         """Remove what other runs of this user left here when their node or job was killed; return the names."""
         removed = []
         for entry in _entries(self.own.parent):
-            if entry.name != self.own.name and entry.is_dir(follow_symlinks=False) and _age_s(entry.path) > STALE_S:
-                shutil.rmtree(entry.path, ignore_errors=True)
-                removed.append(entry.name)
+            path = Path(entry.path)
+            if entry.name == self.own.name or not entry.is_dir(follow_symlinks=False):
+                continue
+            done_with = entry.name.startswith(TRASH) or (path / WATCHED).exists() or _age_s(path) > STALE_S
+            with contextlib.suppress(OSError):  # removed meanwhile, or nothing that could be
+                if done_with and remove_unless_held(path):
+                    removed.append(entry.name)
         return removed
 
     def why_no_room(self, size: int, directory: str | None) -> str | None:
@@ -253,18 +263,33 @@ class Snapshots:
             self._memory.discard()
 
 
-def discard_told(where: str) -> None:
-    """Remove a run's snapshots by what a rank has said of them, unless it is not such a place.
+def hold_told(where: str, held: int | None) -> int:
+    """Hold a run's snapshots by what a rank has said of them, and return the descriptor; `held` is that of before.
 
     Raises:
-        TierError, OSError: it is none, or not safe.
+        TierError: it is not such a place, or not safe.
+        OSError: it is not there, or cannot be held.
     """
-    memory = Memory(Path(where) / "checkpoints")
-    if not (os.path.isabs(where) and memory.own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
+    own = Path(where)
+    if not (os.path.isabs(where) and own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
         raise TierError(f"{where}: not a place of snapshots")
-    if memory.own.is_dir():
-        _require_own(memory.own.parent)
-        memory.discard()
+    for each in (own.parent, own):
+        _require_own(each)
+    held = hold(own, held)
+    (own / WATCHED).touch(mode=0o600)
+    return held
+
+
+def discard_told(where: str, held: int) -> bool:
+    """Remove snapshots that `hold_told` holds; false: ranks or a later launch's watcher do so too.  Raises OSError."""
+    alone = remove_unless_held(Path(where), held, within_s=LET_GO_WITHIN_S)
+    _forget_user(Path(where).parent)
+    return alone
+
+
+def _forget_user(users: Path) -> None:
+    with contextlib.suppress(OSError):  # other runs have something there
+        users.rmdir()
 
 
 def _require_own(path: Path) -> None:
@@ -301,10 +326,10 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _age_s(path: str) -> float:
+def _age_s(path: Path) -> float:
     """Return how long ago anything was made or removed there; 0 where it cannot be told."""
     try:
-        newest = max(each.stat().st_mtime for each in (Path(path), *Path(path).glob("checkpoints")))
+        newest = max(each.stat().st_mtime for each in (path, *path.glob("checkpoints")))
     except OSError:
         return 0.0
     return time.time() - newest

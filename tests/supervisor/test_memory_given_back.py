@@ -22,23 +22,10 @@ from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats import messages as words
 from stepkeeper_trainer.tiers.holding import hold
 from stepkeeper_trainer.tiers.tier import Tiers
+from tests.supervisor.assignments import assigned
 from tests.supervisor.test_journal_growth import NODES, SizedJournal, make
 
 WITHIN_S = 60.0
-
-
-def assignment(tmp_path: Path) -> bus.Assignment:
-    return bus.Assignment(
-        run_directory=str(tmp_path / "run"),
-        run_id=secrets.token_hex(6),
-        job_id=7,
-        slurm_name="7",
-        restart_count=0,
-        attempt=0,
-        nodes=("n1",),
-        kill_wait_s=30.0,
-        nonce=secrets.token_hex(8),
-    )
 
 
 @pytest.mark.parametrize("ends", ["for good", "held", "left", "other node left", "for another bus", "killed"])
@@ -49,7 +36,8 @@ def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaun
     (own / "step_00000005").mkdir(parents=True)
     for each in (own, own.parent, own.parent.parent):
         each.chmod(0o700)
-    told, later = assignment(tmp_path), list[int]()
+    told = assigned(tmp_path / "run", run_id=secrets.token_hex(6), nonce=secrets.token_hex(8))
+    later: list[int] = []
     environment = {**os.environ, **told.environment(), "SLURMD_NODENAME": "n1"}
     with subprocess.Popen(
         [sys.executable, "-m", "stepkeeper.watcher.main"],

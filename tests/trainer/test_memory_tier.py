@@ -19,6 +19,7 @@ import pytest
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.save.commit import Completer
 from stepkeeper_trainer.save.save import Save
+from stepkeeper_trainer.store.memory import memory_left
 from stepkeeper_trainer.tiers import Held, TierError
 from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
 from stepkeeper_trainer.tiers.memory import (
@@ -28,7 +29,6 @@ from stepkeeper_trainer.tiers.memory import (
     Snapshots,
     discard_told,
     hold_told,
-    memory_left,
 )
 from stepkeeper_trainer.tiers.tier import Tiers, writer_of
 from stepkeeper_trainer.tiers.tiering import choose
@@ -151,7 +151,7 @@ def test_what_somebody_else_made_in_its_place_meanwhile_is_not_used(
     (tmp_path / "elsewhere").mkdir()
     memory.own.parent.symlink_to(tmp_path / "elsewhere")
     assert snapshots.waits()
-    assert "a link is not followed" in caplog.text
+    assert "is a symbolic link, which is not followed" in caplog.text
     assert not os.listdir(tmp_path / "elsewhere")
 
 
@@ -274,7 +274,7 @@ def test_a_watcher_removes_what_ranks_have_told_and_nothing_else(tmp_path: Path,
     with pytest.raises(FileNotFoundError):
         hold_told(str(memory.own.with_name("gone.0123456789ab.n1")), None)
     memory.own.parent.chmod(0o755)
-    with pytest.raises(TierError, match="others may use it"):
+    with pytest.raises(TierError, match="everybody may use it"):
         hold_told(str(memory.own), None)
     memory.own.parent.chmod(0o700)
     assert there(memory) == ["step_00000005"]

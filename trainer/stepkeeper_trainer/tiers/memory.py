@@ -14,13 +14,13 @@ import contextlib
 import math
 import os
 import shutil
-import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from stepkeeper_trainer.formats.alone import is_replaceable, why_not_alone
 from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.store.memory import memory_left
 from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, file_size, give_up
 from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
 from stepkeeper_trainer.tiers.peers import PeerCopies
@@ -62,7 +62,10 @@ class Memory(LocalTier):
             OSError: it cannot be made.
         """
         users = self.own.parent
-        _require_safe_parent(users.parent)
+        if is_replaceable(users.parent):
+            raise TierError(
+                f"{users.parent}: others can replace what is in it: set snapshot_dir to another directory in memory"
+            )
         for _ in range(TRIES):
             with contextlib.suppress(FileNotFoundError):  # another run of this user has ended, and taken it away
                 for each in (users, self.own, self.checkpoints):
@@ -294,28 +297,9 @@ def _forget_user(users: Path) -> None:
 
 def _require_own(path: Path) -> None:
     """Refuse what is no directory of this user alone.  Raises TierError or OSError."""
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise TierError(f"{path}: is no directory (a link is not followed): remove it, or set snapshot_dir")
-    if found.st_uid != os.geteuid():
-        raise TierError(
-            f"{path}: belongs to user id {found.st_uid}, who could put anything there: have it removed, "
-            "or set snapshot_dir"
-        )
-    if found.st_mode & 0o077:
-        raise TierError(
-            f"{path}: others may use it (mode {stat.S_IMODE(found.st_mode):o}): remove it, or set its mode to 700"
-        )
-
-
-def _require_safe_parent(path: Path) -> None:
-    """Refuse a directory in which others could put something in the place of ours.  Raises TierError or OSError."""
-    found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise TierError(f"{path}: is no directory: set snapshot_dir to one in memory, such as /dev/shm")
-    writable = found.st_mode & 0o022
-    if found.st_uid not in {0, os.geteuid()} or (writable and not found.st_mode & stat.S_ISVTX):
-        raise TierError(f"{path}: others can replace what is in it: set snapshot_dir to another directory in memory")
+    found = why_not_alone(path)
+    if found is not None:
+        raise TierError(f"{path}: {found.text}: have it removed, or set snapshot_dir to another directory in memory")
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -337,49 +321,3 @@ def _age_s(path: Path) -> float:
 
 def _mib(size: float) -> str:
     return f"{size / 1024**2:,.0f} MiB"
-
-
-# --- memory that is left: of the node, and of each control group around this process -------------------------
-
-_ROOT = Path("/sys/fs/cgroup")
-_FILES = {  # limit, what is used, and in memory.stat what the kernel gives back when it is short: files' pages
-    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-}
-
-
-def memory_left(root: Path = _ROOT, proc: Path = Path("/proc")) -> Iterator[tuple[str, int, int]]:
-    """Yield whose limit, how many bytes are left below it, and how many it is.  What cannot be read has no limit."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        node = _table((proc / "meminfo").read_bytes())
-        yield "the node's memory", node["MemAvailable:"] * 1024, node["MemTotal:"] * 1024
-    try:
-        lines = (proc / "self/cgroup").read_text(errors="replace")
-    except OSError:
-        return
-    for line in lines.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for controller in set(controllers.split(",")) & _FILES.keys():
-            yield from _groups_left(root / controller, path.strip("/"), _FILES[controller])
-
-
-def _groups_left(root: Path, path: str, names: tuple[str, str, tuple[str, str]]) -> Iterator[tuple[str, int, int]]:
-    """Yield as above for a control group and those around it."""
-    limit_name, used_name, cache_names = names
-    at = root / path
-    while True:
-        with contextlib.suppress(OSError, ValueError):  # no limit here, or none that is a number ("max")
-            limit = int((at / limit_name).read_text())
-            used = int((at / used_name).read_text())
-            table = _table((at / "memory.stat").read_bytes())
-            yield f"the memory limit of {at}", limit - used + sum(table.get(each, 0) for each in cache_names), limit
-        if at == root:
-            return
-        at = at.parent
-
-
-def _table(data: bytes) -> dict[str, int]:
-    """Return the first number of each line."""
-    fields = (line.split() for line in data.decode(errors="replace").splitlines())
-    return {each[0]: int(each[1]) for each in fields if len(each) > 1 and each[1].isdigit()}

@@ -33,6 +33,7 @@ LATE: dict[str, str] = {
     Timer.RANKS_LEAVE: "the ranks did not leave",
     Timer.KILL: "the training step did not end after SIGKILL",
     Timer.READ_BACK: "the last checkpoint was not verified",
+    Timer.LEAD_BACK: "the lineage was not led back to a confirmed step",
     Timer.WATCHERS_LEAVE: "the watchers did not leave",
     Timer.SLURM_ANSWER: "Slurm did not answer",
     Timer.STORAGE_TEST: "the storage did not end its test",

@@ -42,6 +42,13 @@ _TAKES_OVER = on.AttemptStarted(
     kill_wait_s=30.0,
     skipped_data=(SkippedData(step=18, steps=1),),
 )
+_CORRUPTED_AND_TAKEN = (
+    *TRAINING[0],
+    on.Corrupted(at=1.0, launch=0, rank=1, node="b", step=2, confirmed=1),
+    on.LaunchEnded(at=1.0, launch=0, code=1),
+    *NOTICE,
+    NOTICE[1],  # asked again before the requeue
+)
 
 
 def _judged(cause: Cause) -> on.Judged:
@@ -64,6 +71,8 @@ DIRECTED = (
         _SKIPPING,
     ),
     Directed("the next attempt leaves out the same data", (_TAKES_OVER,)),
+    Directed("what silent corruption made is left out before the job leaves", _CORRUPTED_AND_TAKEN),
+    Directed("the job leaves when the lineage leads back", _CORRUPTED_AND_TAKEN),
     Directed("a full file system is waited for only so often", (*AGAIN[-1], _CHOSEN, _judged(Cause.STORAGE))),
     Directed(
         "restarts of the bus are bounded",

@@ -324,6 +324,30 @@ MUTATIONS = (
         "again",
         nth=1,
     ),
+    Mutation(
+        "phases._leave_out_what_is_wrong",
+        always,
+        "went_back",
+        "what silent corruption made is left out before the job leaves",
+        "a_rank_computes_wrongly_and_the_job_leaves_before_the_choice",
+        "grows",
+    ),
+    Mutation(
+        "phases.closed",
+        drop,
+        "leads_back",
+        "the job leaves when the lineage leads back",
+        "a_rank_computes_wrongly_and_the_job_leaves_before_the_choice",
+        "grows",
+    ),
+    Mutation(
+        "starting._led_back",
+        always,
+        "went_back",
+        "silent corruption before any checkpoint is in the lineage too",
+        "a_rank_computes_wrongly_before_any_checkpoint",
+        "grows",
+    ),
     # --- budgets ------------------------------------------------------------------------------------
     Mutation(
         "recovery.settle",

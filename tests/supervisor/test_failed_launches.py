@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import structlog
 
@@ -23,6 +24,8 @@ from stepkeeper.supervisor.actions import checkpoints, diagnosis, notify
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, write
+from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.tiers.search import ANCESTORS, counts
 from tests.reading import build
 from tests.reasons import in_words
 
@@ -199,8 +202,9 @@ def test_of_a_long_runs_metrics_only_the_end_is_read(tmp_path: Path) -> None:
 # --- going back -----------------------------------------------------------------------------------
 
 
-def rolled(run: RunDirectory, inbox: Inbox, below: int, *, suspect: bool = False) -> on.Event | None:
-    effect = do.RollBack(launch=3, below_step=below, reasons=in_words("cause segfault at step 350"), suspect=suspect)
+def rolled(run: RunDirectory, inbox: Inbox, below: int, *, suspect: bool = False, quick: bool = False) -> object:
+    why = in_words("cause segfault at step 350")
+    effect = do.RollBack(launch=3, below_step=below, reasons=why, suspect=suspect, quick=quick)
     checkpoints.roll_back(run.checkpoints, effect, LEASE, inbox=inbox)
     return inbox.get(WITHIN_S)
 
@@ -239,6 +243,51 @@ def test_without_an_older_step_nothing_is_thrown_away(run: RunDirectory, inbox: 
     assert isinstance(event, on.RolledBack)
     assert "older than step 100" in event.error
     assert steps.newest_verified(run.checkpoints).chosen is not None
+
+
+def test_with_no_whole_step_the_lineage_leads_to_the_very_start_and_no_tier_has_anything_newer(
+    run: RunDirectory, inbox: Inbox
+) -> None:
+    held = manifest(build.make_steps(build.make_run(run.path.with_name("tier")), 1)[0])
+    in_a_tier = msgspec.structs.replace(held, state={ANCESTORS: [None]})
+    assert counts(in_a_tier, lineage.read(run.checkpoints))
+
+    event = rolled(run, inbox, 21, suspect=True)
+
+    assert isinstance(event, on.RolledBack)
+    assert (event.directory, event.step, event.error) == (None, None, "")
+    told = lineage.read(run.checkpoints)
+    assert told is not None
+    assert told.head is None
+    assert not counts(in_a_tier, told)
+
+
+def test_where_the_job_leaves_no_bytes_are_read_and_who_resumes_reads_them(run: RunDirectory, inbox: Inbox) -> None:
+    first, second, _ = build.make_steps(run)
+    flip(second)
+
+    event = rolled(run, inbox, 300, quick=True)
+
+    assert isinstance(event, on.RolledBack)
+    assert event.step == 200
+    choice = steps.newest_verified(run.checkpoints)
+    assert choice.chosen is not None
+    assert choice.chosen.path == first, "300 is left out, and 200 is damaged"
+
+
+def manifest(directory: Path) -> Manifest:
+    found = steps.open_step(directory).manifest
+    assert found is not None
+    return found
+
+
+def flip(directory: Path) -> None:
+    """Change a byte of a step, and nothing that a look at names and sizes sees."""
+    [file] = sorted(directory.glob("__0_0.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(data)
 
 
 def test_a_superseded_supervisor_leaves_the_lineage_alone(run: RunDirectory, inbox: Inbox) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from stepkeeper.watcher import messages as bus
-from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats import lease, messages
+from tests.supervisor.assignments import assigned
 
 NODE = "n1"
 WITHIN_S = 60.0
@@ -59,10 +59,8 @@ class Node:
         (place / "scontrol").write_text(SCONTROL)
         (place / "scontrol").chmod(0o755)
         self.slurm_says(RUNNING)
-        assignment = Assignment(
-            run_directory=str(self.run_dir), run_id=place.name + str(os.getpid()), job_id=7, slurm_name="7",
-            restart_count=0, attempt=0, nodes=(NODE,), kill_wait_s=30, nonce=os.urandom(4).hex(),
-        )  # fmt: skip
+        run_id, nonce = place.name + str(os.getpid()), os.urandom(4).hex()
+        assignment = assigned(self.run_dir, run_id=run_id, nodes=(NODE,), nonce=nonce)
         path = f"{place}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "LAB": str(place), "SLURMD_NODENAME": NODE}
         self.errors = (place / "errors").open("w")

@@ -14,8 +14,8 @@ from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper.supervisor.loop import Setting, Supervisor
 from stepkeeper.supervisor.sources.process import Inbox
-from stepkeeper.watcher.messages import Assignment
 from stepkeeper_trainer.formats.lease import Lease
+from tests.supervisor.assignments import assigned
 
 DAY_S = 86_400
 NODES = ("gpu001", "gpu002")
@@ -87,17 +87,7 @@ def begin():
 
 def make(directory, journal, command=("false",), environment=None):
     """A supervisor whose acts lead nowhere: there is no srun on its PATH."""
-    assignment = Assignment(
-        run_directory=str(directory),
-        run_id="r",
-        job_id=7,
-        slurm_name="7",
-        restart_count=0,
-        attempt=0,
-        nodes=NODES,
-        kill_wait_s=30,
-        nonce="n",
-    )
+    assignment = assigned(directory, nodes=NODES)
     job = Job(
         command=command, torchrun=False, geometry=Geometry(tasks_per_node=8), run_directory=directory,
         run_id="r", attempt=0, socket=assignment.socket_name(),

@@ -20,27 +20,15 @@ from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats import messages as words
+from stepkeeper_trainer.tiers.holding import hold
 from stepkeeper_trainer.tiers.tier import Tiers
+from tests.supervisor.assignments import assigned
 from tests.supervisor.test_journal_growth import NODES, SizedJournal, make
 
 WITHIN_S = 60.0
 
 
-def assignment(tmp_path: Path) -> bus.Assignment:
-    return bus.Assignment(
-        run_directory=str(tmp_path / "run"),
-        run_id=secrets.token_hex(6),
-        job_id=7,
-        slurm_name="7",
-        restart_count=0,
-        attempt=0,
-        nodes=("n1",),
-        kill_wait_s=30.0,
-        nonce=secrets.token_hex(8),
-    )
-
-
-@pytest.mark.parametrize("ends", ["for good", "left", "other node left", "for another bus", "killed"])
+@pytest.mark.parametrize("ends", ["for good", "held", "left", "other node left", "for another bus", "killed"])
 def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaunch(tmp_path: Path, ends: str) -> None:
     shm = tmp_path / "shm"
     shm.mkdir(mode=0o700)
@@ -48,7 +36,8 @@ def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaun
     (own / "step_00000005").mkdir(parents=True)
     for each in (own, own.parent, own.parent.parent):
         each.chmod(0o700)
-    told = assignment(tmp_path)
+    told = assigned(tmp_path / "run", run_id=secrets.token_hex(6), nonce=secrets.token_hex(8))
+    later: list[int] = []
     environment = {**os.environ, **told.environment(), "SLURMD_NODENAME": "n1"}
     with subprocess.Popen(
         [sys.executable, "-m", "stepkeeper.watcher.main"],
@@ -70,16 +59,20 @@ def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaun
             while b'"hello"' not in watcher.stdout.readline():
                 pass
             assert own.is_dir(), "a relaunch finds it"
+            if ends == "held":  # by ranks of a later launch: this watcher is slow to end
+                later.append(hold(own.parent))
             if ends != "killed":
                 if "left" in ends:
                     watcher.stdin.write(bus.encode(bus.Leave(node="n1" if ends == "left" else "n2")))
-                watcher.stdin.write(bus.encode(bus.Quit(for_good=ends == "for good")))
+                watcher.stdin.write(bus.encode(bus.Quit(for_good=ends in ("for good", "held"))))
                 watcher.stdin.flush()
             else:
                 watcher.kill()
             watcher.wait(WITHIN_S)
         finally:
             watcher.kill()
+            for each in later:
+                os.close(each)
     given_back = ends in ("for good", "left")
     assert own.is_dir() != given_back
     assert bool(os.listdir(shm)) != given_back

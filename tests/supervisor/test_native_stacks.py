@@ -21,9 +21,9 @@ from stepkeeper.watcher import kernel, py_spy
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.frames import Below, Frame, below, describe, of_py_spy
-from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.stacks import NATIVE_WITHIN_S, StackTaker, in_words
 from stepkeeper_trainer.formats import collectives
+from tests.supervisor.assignments import assigned
 
 WITHIN_S = 60.0
 RANK = """
@@ -59,10 +59,6 @@ Thread {pid} (idle): "MainThread"
     load (/w/data.py:7)
     main (/w/train.py:20)
 """
-ASSIGNMENT = {
-    "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
-    "kill_wait_s": 30.0, "nonce": "x",
-}  # fmt: skip
 needs_py_spy = pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed: pip install py-spy")
 
 
@@ -117,7 +113,7 @@ def until(holds, what: str) -> None:
 
 def taken(tmp_path: Path, pid: int, spy: str | None, native_within_s: float = NATIVE_WITHIN_S) -> list:
     taker = StackTaker(
-        Assignment(run_directory=str(tmp_path), **ASSIGNMENT),
+        assigned(tmp_path),
         "n1",
         find_spy=lambda: spy,
         native_within_s=native_within_s,

@@ -30,6 +30,7 @@ from stepkeeper.watcher import nccl_ras
 from stepkeeper.watcher.nccl_ras import RasWitness, Status, address_of, ask, find_behind
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper_trainer.formats.collectives import Place, expand
+from tests.supervisor.assignments import assigned
 
 HERE, THERE = "127.0.0.1", "192.0.2.7"  # the second one is of no machine (RFC 5737)
 OPERATIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
@@ -312,37 +313,35 @@ def endless_line(connection: socket.socket, _line: str) -> bool:
         connection.sendall(b"x" * 65536)
 
 
-def half(connection: socket.socket, line: str) -> bool:
-    if line == "STATUS":
-        connection.sendall(json.dumps(document(WORLD)).encode()[:500])
-        return False
-    return right(connection, line)
+def to_status(data: bytes, *, then_stops: bool = False) -> Answer:
+    """Answer the question itself with these bytes, and end the connection, or say nothing more."""
+
+    def answer(connection: socket.socket, line: str) -> bool:
+        if line == "STATUS":
+            connection.sendall(data)
+            return then_stops
+        return right(connection, line)
+
+    return answer
 
 
-def not_json(connection: socket.socket, line: str) -> bool:
-    if line == "STATUS":
-        connection.sendall(b"\xff\x00[[[[")
-        return False
-    return right(connection, line)
+def with_other_types() -> bytes:
+    made = document(WORLD)
+    made["communicators"][0]["ranks"][0]["rank"] = -1
+    return json.dumps(made).encode()
 
 
-def other_types(connection: socket.socket, line: str) -> bool:
-    if line == "STATUS":
-        made = document(WORLD)
-        made["communicators"][0]["ranks"][0]["rank"] = -1
-        connection.sendall(json.dumps(made).encode())
-        return False
-    return right(connection, line)
-
-
-def stops_half_way(connection: socket.socket, line: str) -> bool:
-    if line == "STATUS":
-        connection.sendall(b'{"communicators": [')
-        return True
-    return right(connection, line)
-
-
-@pytest.mark.parametrize("answer", [old, stranger, endless_line, half, not_json, other_types])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        old,
+        stranger,
+        endless_line,
+        pytest.param(to_status(json.dumps(document(WORLD)).encode()[:500]), id="half"),
+        pytest.param(to_status(b"\xff\x00[[[["), id="not_json"),
+        pytest.param(to_status(with_other_types()), id="other_types"),
+    ],
+)
 def test_other_answers_are_none_and_take_no_time(answer: Answer) -> None:
     began = time.monotonic()
 
@@ -352,7 +351,10 @@ def test_other_answers_are_none_and_take_no_time(answer: Answer) -> None:
     assert time.monotonic() - began < 30, "it is not waited for"
 
 
-@pytest.mark.parametrize("answer", [silent, stops_half_way])
+@pytest.mark.parametrize(
+    "answer",
+    [silent, pytest.param(to_status(b'{"communicators": [', then_stops=True), id="stops_half_way")],
+)
 def test_who_does_not_answer_costs_no_more_than_the_limit(answer: Answer) -> None:
     with server(answer) as address:
         began = time.monotonic()
@@ -483,18 +485,7 @@ def test_a_watcher_asks_beside_the_stacks_and_the_supervisor_joins_what_both_say
     inbox = Inbox(Clock())
     collector = StackCollector(inbox)
     number = collector.begin(do.CollectStacks(launch=3, nodes=("n1",), within_s=600.0))
-    assignment = bus.Assignment(
-        run_directory=str(tmp_path),
-        run_id="r",
-        job_id=1,
-        slurm_name="1",
-        restart_count=0,
-        attempt=0,
-        nodes=("n1",),
-        kill_wait_s=30.0,
-        nonce="x",
-    )
-    taker = StackTaker(assignment, "n1", find_spy=lambda: None, apart_s=1.0)
+    taker = StackTaker(assigned(tmp_path), "n1", find_spy=lambda: None, apart_s=1.0)
     with server(answer) as (_, port), process(NCCL_RAS_ADDR=f"{HERE}:{port}") as one, process() as two:
         pids |= {0: one, 1: two}
         taker.take(bus.Stacks(launch=3, number=number, brief=look == "brief"), pids)

@@ -8,7 +8,7 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.slurm import requeue as slurm_requeue
 from stepkeeper.slurm.client import Resubmitted, SlurmError
-from stepkeeper.watcher.messages import Assignment
+from tests.supervisor.assignments import assigned
 
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, excluded="n8,n9")
 
@@ -52,17 +52,7 @@ class Slurm:
 @pytest.fixture
 def assignment(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPKEEPER_AGENT_SOCKET", str(tmp_path / "no-agent"))
-    return Assignment(
-        run_directory=str(tmp_path),
-        run_id="r",
-        job_id=7,
-        slurm_name="7",
-        restart_count=0,
-        attempt=0,
-        nodes=("n1", "n2"),
-        kill_wait_s=30,
-        nonce="n",
-    )
+    return assigned(tmp_path, nodes=("n1", "n2"))
 
 
 def test_without_a_fault_the_users_own_list_is_not_touched(assignment):

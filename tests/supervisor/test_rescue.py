@@ -10,10 +10,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal
 from stepkeeper.slurm.client import Resubmitted, SlurmError
-from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.rescue import RESCUES_MAX, SILENT_S, rescue
 from stepkeeper_trainer.formats import lease, lineage, records
 from tests.reasons import in_words
+from tests.supervisor.assignments import assigned
 
 FAILED = on.JobFacts(state=on.JobState.COMPLETING, slurm_state="COMPLETING", restarts=0, reason="JobLaunchFailure")
 RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts=0, reason="None")
@@ -47,17 +47,7 @@ class Slurm:
 def assignment(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     lease.write(tmp_path, lease.Lease(job_id=7, restart_count=0, attempt=0, node="n1", pid=1, taken_at=0.0))
-    return Assignment(
-        run_directory=str(tmp_path),
-        run_id="r",
-        job_id=7,
-        slurm_name="7",
-        restart_count=0,
-        attempt=0,
-        nodes=("n1", "n2"),
-        kill_wait_s=30,
-        nonce="n",
-    )
+    return assigned(tmp_path, nodes=("n1", "n2"))
 
 
 def play(assignment, slurm, *, gone=False):

@@ -21,10 +21,10 @@ from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
-from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
+from tests.supervisor.assignments import assigned
 
 RANK = """
 import faulthandler, os, socket, subprocess, sys, threading, time
@@ -89,10 +89,6 @@ PAUSES = (
     "busy",
 )
 WITHIN_S = 60.0
-ASSIGNMENT = {
-    "run_id": "r", "job_id": 1, "slurm_name": "1", "restart_count": 0, "attempt": 0, "nodes": ("n1",),
-    "kill_wait_s": 30.0, "nonce": "x",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +123,7 @@ def rank(tmp_path: Path):
 
 
 def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0, brief: bool = False) -> dict[int, lines.Stood]:
-    assignment = Assignment(run_directory=str(tmp_path), **ASSIGNMENT)
-    taker = StackTaker(assignment, "n1", find_spy=lambda: None, apart_s=apart_s)
+    taker = StackTaker(assigned(tmp_path), "n1", find_spy=lambda: None, apart_s=apart_s)
     taker.take(lines.Stacks(launch=3, number=7, brief=brief), pids)
     os.set_blocking(taker.fileno(), True)
     words = taker.words()

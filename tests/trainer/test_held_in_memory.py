@@ -271,7 +271,11 @@ def test_what_somebody_else_made_in_memory_is_not_used(
     with Ranks(WORLD, tmp_path / "run", every=SAVES, of_rank=settings(memory, nodes=2)) as ranks:
         assert ranks.wait() == [0] * WORLD, ranks.output()
         said = ranks.output()
-    word = {"link": "a link is not followed", "open": "others may use it", "stranger": "belongs to user id 65534"}[made]
+    word = {
+        "link": "is a symbolic link, which is not followed",
+        "open": "everybody may use it",
+        "stranger": "belongs to user id 65534",
+    }[made]
     assert said.count("snapshots_off") == 1, said
     assert word in said
     assert held(ranks) == []

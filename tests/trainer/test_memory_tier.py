@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,17 @@ import pytest
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.save.commit import Completer
 from stepkeeper_trainer.save.save import Save
+from stepkeeper_trainer.store.memory import memory_left
 from stepkeeper_trainer.tiers import Held, TierError
-from stepkeeper_trainer.tiers.memory import Memory, NotSharedError, Snapshots, discard_told, memory_left
+from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
+from stepkeeper_trainer.tiers.memory import (
+    WATCHED,
+    Memory,
+    NotSharedError,
+    Snapshots,
+    discard_told,
+    hold_told,
+)
 from stepkeeper_trainer.tiers.tier import Tiers, writer_of
 from stepkeeper_trainer.tiers.tiering import choose
 from tests.trainer.tier_steps import content, lay, make
@@ -139,7 +151,7 @@ def test_what_somebody_else_made_in_its_place_meanwhile_is_not_used(
     (tmp_path / "elsewhere").mkdir()
     memory.own.parent.symlink_to(tmp_path / "elsewhere")
     assert snapshots.waits()
-    assert "a link is not followed" in caplog.text
+    assert "is a symbolic link, which is not followed" in caplog.text
     assert not os.listdir(tmp_path / "elsewhere")
 
 
@@ -153,17 +165,98 @@ def test_it_says_what_does_not_fit_and_counts_what_will_be_given_back(memory: Me
     assert memory.bytes_beside(None) >= sum(entry.bytes for entry in step.manifest.files.values())
 
 
-def test_what_a_killed_job_left_goes_after_a_day_and_what_is_in_use_stays(memory: Memory) -> None:
-    held(memory, 5)
-    old, new = (memory.own.with_name(name) for name in ("old.0123456789ab.n1", "new.0123456789ab.n1"))
-    for each in (old, new):
-        (each / "checkpoints").mkdir(parents=True)
+def of_another_run(memory: Memory, name: str, *, watched: bool = False) -> Memory:
+    other = Memory(memory.own.with_name(f"{name}.0123456789ab.n1") / "checkpoints")
+    for each in (other.own, other.checkpoints):
+        each.mkdir(mode=0o700)
+    if watched:
+        (other.own / WATCHED).touch()
+    return other
+
+
+def make_old(memory: Memory) -> None:
     yesterday = time.time() - 90_000
-    for each in (old / "checkpoints", old, memory.checkpoints, memory.own):
+    for each in (memory.checkpoints, memory.own):
         os.utime(each, (yesterday, yesterday))
-    assert memory.sweep() == [old.name]
-    assert new.exists()
+
+
+def test_what_a_script_left_goes_after_a_day_and_what_is_in_use_stays(memory: Memory) -> None:
+    held(memory, 5)
+    old, new = (of_another_run(memory, name) for name in ("old", "new"))
+    make_old(old)
+    make_old(memory)
+    assert memory.sweep() == [old.own.name]
+    assert new.own.exists()
     assert there(memory) == ["step_00000005"]
+
+
+def holding(path: Path) -> subprocess.Popen[bytes]:
+    """Have another process hold a directory, as a rank or a watcher does."""
+    code = (
+        "import pathlib, sys; from stepkeeper_trainer.tiers.holding import hold; "
+        "hold(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_a_process_holds_stays_and_once_it_is_killed_what_had_a_watcher_goes_at_once(
+    memory: Memory, *, watched: bool
+) -> None:
+    other = of_another_run(memory, "other", watched=watched)
+    with holding(other.own) as process:
+        make_old(other)
+        assert memory.sweep() == [], "a job may be suspended for days"
+        process.kill()
+        process.wait()
+        os.utime(other.own)
+        assert memory.sweep() == ([other.own.name] if watched else [])
+        assert not list(memory.own.parent.glob(".trash-*"))
+
+
+def test_what_a_killed_process_was_about_to_remove_is_removed(memory: Memory) -> None:
+    trash = memory.own.with_name(".trash-other.0123456789ab.n1")
+    trash.mkdir()
+    with holding(trash):
+        assert memory.sweep() == [], "it is being removed"
+    assert memory.sweep() == [trash.name]
+    assert not trash.exists()
+
+
+def test_a_directory_that_was_removed_and_made_again_is_held_too(memory: Memory) -> None:
+    shutil.rmtree(memory.own.parent)
+    memory.open()
+    assert not remove_unless_held(memory.own)
+    assert memory.own.exists()
+
+
+def test_what_is_being_removed_is_not_held(memory: Memory) -> None:
+    descriptor = os.open(memory.own.parent, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(FileNotFoundError, match="is being removed"):
+        hold(memory.own.parent)
+    os.close(descriptor)
+    os.close(hold(memory.own.parent))
+
+
+def test_an_old_watcher_leaves_what_a_later_launch_holds(memory: Memory) -> None:
+    ours = held(memory, 5)
+    descriptor = hold_told(str(memory.own), None)
+    assert hold_told(str(memory.own), descriptor) == descriptor, "ranks repeat themselves"
+    assert not discard_told(str(memory.own), descriptor)
+    assert memory.find(ours) == "step_00000005"
+
+
+def test_a_watcher_does_not_remove_what_was_made_in_the_place_of_what_it_held(memory: Memory) -> None:
+    other = of_another_run(memory, "other")
+    descriptor = hold_told(str(other.own), None)
+    shutil.rmtree(other.own)
+    of_another_run(memory, "other")
+    assert discard_told(str(other.own), descriptor)
+    assert other.checkpoints.exists()
 
 
 def test_a_watcher_removes_what_ranks_have_told_and_nothing_else(tmp_path: Path, memory: Memory) -> None:
@@ -177,14 +270,19 @@ def test_a_watcher_removes_what_ranks_have_told_and_nothing_else(tmp_path: Path,
         str(tmp_path / "stepkeeper-x" / "run"),
     ):
         with pytest.raises(TierError, match="not a place of snapshots"):
-            discard_told(wrong)
-    discard_told(str(memory.own.with_name("gone.0123456789ab.n1")))
-    assert there(memory) == ["step_00000005"]
+            hold_told(wrong, None)
+    with pytest.raises(FileNotFoundError):
+        hold_told(str(memory.own.with_name("gone.0123456789ab.n1")), None)
     memory.own.parent.chmod(0o755)
-    with pytest.raises(TierError, match="others may use it"):
-        discard_told(str(memory.own))
+    with pytest.raises(TierError, match="everybody may use it"):
+        hold_told(str(memory.own), None)
     memory.own.parent.chmod(0o700)
-    discard_told(str(memory.own))
+    assert there(memory) == ["step_00000005"]
+    left = of_another_run(memory, "left")  # its ranks have ended
+    assert discard_told(str(left.own), hold_told(str(left.own), None))
+    assert not left.own.exists()
+    assert there(memory) == ["step_00000005"]
+    memory.discard()
     assert not memory.own.parent.exists()
 
 

@@ -15,21 +15,20 @@ from stepkeeper_trainer.coordinate import ending, groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.coordinate.between import BetweenSteps, end_notices
 from stepkeeper_trainer.coordinate.boundary import Boundary
-from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule, snapshot_rule
+from stepkeeper_trainer.coordinate.cadence import Rule, choose_rule
 from stepkeeper_trainer.coordinate.ending import install_excepthook
-from stepkeeper_trainer.coordinate.requests import Periodic, Requests, SnapshotClock, owner
+from stepkeeper_trainer.coordinate.requests import Periodic, Requests, begin_snapshots, owner
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.errors import StepkeeperError, UsageError, check_seconds
-from stepkeeper_trainer.formats.manifest import CONFIRMED
 from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.observe import collectives
-from stepkeeper_trainer.observe.confirmation import Confirmation, choose_every
+from stepkeeper_trainer.observe.confirmation import Confirmation, begin_confirmation, choose_every
 from stepkeeper_trainer.observe.exactness import Exactness, begin_replay
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
 from stepkeeper_trainer.observe.straggler_probe import StragglerProbe
-from stepkeeper_trainer.observe.trackers import Tracker, keep_mlflow_run, keep_wandb_run
+from stepkeeper_trainer.observe.trackers import Tracker, keep_runs
 from stepkeeper_trainer.sampler import Skipping
 from stepkeeper_trainer.save.commit import Listeners
 from stepkeeper_trainer.save.saver import Saver
@@ -38,7 +37,7 @@ from stepkeeper_trainer.state.last_step import LastStep
 from stepkeeper_trainer.store import guard, run_directory
 from stepkeeper_trainer.store.retention import Policy, choose_policy
 from stepkeeper_trainer.store.run_directory import keep_house
-from stepkeeper_trainer.tiers.tiering import find_tiers
+from stepkeeper_trainer.tiers.tiering import find_tiers, place_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -53,9 +52,6 @@ LAST_SECONDS_S = 20.0  # for a save in flight when training fails
 
 class CheckpointManager:
     """Each rank makes one, when the model is sharded; all ranks call its methods in the same order."""
-
-    _confirmation: Confirmation | None = None  # where steps are confirmed
-    _records: Records | None = None  # on rank 0
 
     def __init__(
         self,
@@ -125,6 +121,7 @@ class CheckpointManager:
         """
         owner.take()
         self._saver: Saver | None = None
+        self._records: Records | None = None  # on rank 0
         self._environment = read_environment()
         supervised = self._environment.socket is not None
         notified = supervised or self._environment.epoch is not None  # somebody may send a notice
@@ -168,14 +165,13 @@ class CheckpointManager:
         self._state = TrainingState(state, counters=self._counters, rank=self.rank, world_size=self.world_size)
         self._last_step = LastStep(self._state)
         self._between: BetweenSteps | None = None
+        self._confirmation: Confirmation | None = None  # where steps are confirmed
         self._resumed: resuming.Resumed | None = None
         self._random: dict[str, torch.Tensor] | None = None  # the generators, as they were resumed
         self._prepared = False  # the state has been complete once, and memory for saves is being made
         self._ended = False  # `finish` has returned
         if self.rank == 0:
-            keep_wandb_run(self._environment.run_id)
-            if tracker is None:  # a tracker knows by itself
-                keep_mlflow_run(self.run_dir)
+            keep_runs(self._environment.run_id, self.run_dir, tracker)
         probe = StragglerProbe(self._state.main_module if self._hooks else None, lambda: self._saver)
         self._reporter = Reporter(self._link, self.rank, self.world_size, probe, total_steps=total_steps)
 
@@ -257,16 +253,21 @@ class CheckpointManager:
                 run_directory=self.run_dir,
                 environment=self._environment,
             )
-        self._confirm_from(resumed)
+        self._confirmation = begin_confirmation(
+            self._confirm_every,
+            resumed,
+            state=self._state,
+            agreement=self._agreement,
+            link=self._link,
+            rank=self.rank,
+            node=self._environment.node,
+        )
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
-        if self._tiering is not None and self._tiering.snapshots is not None:
-            self._reporter.memory = str(self._tiering.snapshots.directory)
-        self._reporter.resumed(resumed.step)
+        self._reporter.resumed(resumed.step, memory=place_in_memory(self._tiering))
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step)
-        self._snapshots.begun(self.step)
         self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
@@ -290,11 +291,7 @@ class CheckpointManager:
             UsageError: `compute` changes parameters, or ranks differ in whether they call this.
         """
         self._ready()
-        confirmation, resumed = self._confirmation, self._resumed
-        done = self.step - ((resumed.step if resumed is not None else None) or 0)
-        if confirmation is not None and confirmation.due(self.step, done):
-            confirmation.check(compute, self.step)
-            self._state.confirmed = None if confirmation.off else confirmation.confirmed
+        if self._confirmation is not None and self._confirmation.check_if_due(compute, self.step):
             self.alive()
         return compute()
 
@@ -349,7 +346,7 @@ class CheckpointManager:
         self._periodic.step(counters.step, epoch_end=epoch_end)
         self._snapshots.step(counters.step)
         self._boundary.note_metrics(metrics)
-        if self._confirmation is not None and self.rank == 0:
+        if self._confirmation is not None:
             self._confirmation.note_step(counters.step)
         agreed = self._listen()
         if not self._prepared:
@@ -470,22 +467,6 @@ class CheckpointManager:
             self._ready().flush(self._ready().save_sequence, limit_at)
             self._tiering.finish_copies(limit_at)
 
-    def _confirm_from(self, resumed: resuming.Resumed) -> None:
-        """Begin to confirm steps, if that is wanted; what is not known to be wrong before this launch counts."""
-        if self._confirm_every is None:
-            return
-        known = resumed.manifest.state.get(CONFIRMED) if resumed.manifest is not None else None
-        self._state.confirmed = known if isinstance(known, int) else resumed.step or 0
-        self._confirmation = Confirmation(
-            self._confirm_every,
-            [part.module for part in self._state.modules.values()],
-            agreement=self._agreement,
-            link=self._link,
-            rank=self.rank,
-            node=self._environment.node,
-            confirmed=self._state.confirmed,
-        )
-
     def _wire(self, resumed: resuming.Resumed) -> Saver:
         """Make what works from the first step on; all ranks at the same time."""
         self._periodic = Periodic(
@@ -504,9 +485,7 @@ class CheckpointManager:
         self.listeners.add(self._guard, retention, self._tiering)
         if self._tiering is not None:
             self._tiering.start(resumed.directory, resumed.manifest)
-        snapshots = self._tiering.snapshots if self._tiering is not None else None
-        wanted = self._tiering.tiers.snapshot_every if self._tiering is not None and snapshots is not None else None
-        self._snapshots = SnapshotClock(snapshot_rule(wanted), rank=self.rank)
+        self._snapshots = begin_snapshots(self._tiering, step=self.step, rank=self.rank)
         self._saver = Saver(
             commits=self._commits,
             rank=self.rank,
@@ -521,7 +500,7 @@ class CheckpointManager:
             guard=self._guard,
             listeners=self.listeners,
             uploader=self._tiering.uploader if self._tiering is not None else None,
-            snapshots=snapshots,
+            snapshots=self._tiering.snapshots if self._tiering is not None else None,
             read_back=self._read_back,
             overlap_copies=self._overlap_copies,
             dcp_values=self._environment.reads_values,

@@ -193,13 +193,13 @@ class Reporter:
     ) -> None:
         self._link, self._rank, self._world_size, self._straggler_probe = link, rank, world_size, straggler_probe
         self._total_steps, self._framework = total_steps, framework
-        self.memory = ""  # where this node holds snapshots
         self.held_step: int | None = None  # the newest of them
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
-    def resumed(self, step: int | None) -> None:
-        """Say where training goes on; the first step counts from here."""
+    def resumed(self, step: int | None, *, memory: str = "") -> None:
+        """Say where training goes on, and where this node holds snapshots; the first step counts from here."""
+        self._memory = memory
         self._stepped_at = time.monotonic()
         if self._straggler_probe is not None:
             self._straggler_probe.restart()
@@ -218,7 +218,7 @@ class Reporter:
             resumed_step=step,
             total_steps=self._total_steps,
             framework=self._framework,
-            memory=self.memory,
+            memory=self._memory,
         )
 
     def step(self, step: int, tokens: int, loss: float | None) -> None:

@@ -21,6 +21,7 @@ from stepkeeper.core.phases import (
     close,
     closed,
     kill,
+    leads_back,
     query_slurm,
     query_slurm_unprompted,
     stop,
@@ -31,7 +32,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.recovery import on_judge_late
 from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
-from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, SlurmReachability, State, Timer
+from stepkeeper.core.state import Blame, BusStatus, Choice, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
 
 replace = msgspec.structs.replace
@@ -83,8 +84,12 @@ def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
 
 
 def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
-    """Reading back took too long, or the watchers did not leave: they end with the job."""
-    if state.storage.verifying is not None:
+    """The storage took too long, or the watchers did not leave: they end with the job."""
+    if leads_back(state):
+        late = Timer.LEAD_BACK
+        state = replace(state, resume=replace(state.resume, choice=Choice.OPEN))
+        state = state.waiting(Timer.WATCHERS_LEAVE, at + policy.hurry_within_s)
+    elif state.storage.verifying is not None:
         late = Timer.READ_BACK
         state = replace(state, storage=replace(state.storage, verifying=None))
         state = state.waiting(Timer.WATCHERS_LEAVE, at + policy.hurry_within_s)

@@ -119,6 +119,8 @@ class JudgeLaunch(_Effect, frozen=True, kw_only=True, tag="judge_launch"):
 class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
     """Have the lineage lead to the newest verified step below one; later commits no longer count.
 
+    Where no step at all is whole, it leads to the very start: a launch would begin there anyway.
+
     Answered by `RolledBack`.
     """
 
@@ -126,6 +128,7 @@ class RollBack(_Effect, frozen=True, kw_only=True, tag="roll_back"):
     below_step: int
     reasons: Why = ()
     suspect: bool = False  # mark the commits that are left behind: a loss had gone wrong
+    quick: bool = False  # the job leaves: a look at names and sizes has to do, and who resumes reads the bytes
     skipped_data: tuple[SkippedData, ...] = ()  # all data that the ranks do not take from then on, for the lineage
 
 

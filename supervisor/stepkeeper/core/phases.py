@@ -14,7 +14,7 @@ from stepkeeper.core.causes import Tried
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
-from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Next, Phase, Plan, Question, Ranks, State, Timer
+from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Choice, Next, Phase, Plan, Question, Ranks, State, Timer
 
 replace = msgspec.structs.replace
 
@@ -120,13 +120,45 @@ def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
 
 
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
-    """No rank runs: wait for the last checkpoint to be read back, and let the watchers leave at the end."""
+    """No rank runs: wait for what the storage still has to do, and let the watchers leave at the end."""
+    state, effects = _leave_out_what_is_wrong(replace(state, leaving=replace(state.leaving, plan=plan)))
     deadline = at + (policy.verify_within_s if state.storage.verifying else policy.close_within_s)
     if state.leaving.leave_at is not None:
         deadline = min(deadline, max(state.leaving.leave_at, at + policy.hurry_within_s))
-    state = replace(state, phase=Phase.CLOSING, leaving=replace(state.leaving, plan=plan))
-    state = state.waiting(Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE, deadline)
-    return closed(state, at, policy, plan.why)
+    timer = Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE
+    state = replace(state, phase=Phase.CLOSING).waiting(Timer.LEAD_BACK if leads_back(state) else timer, deadline)
+    decision = closed(state, at, policy, plan.why)
+    return Decision(decision.state, (*effects, *decision.effects), decision.why)
+
+
+def leads_back(state: State) -> bool:
+    """Tell whether the lineage is being led back, by us: a newer attempt's lineage is its own affair."""
+    return state.resume.choice is Choice.ROLLING_BACK and state.plan.code is not ExitCode.SUPERSEDED
+
+
+def leave_out(state: State, below_step: int, why: Why, *, quick: bool = False) -> do.RollBack:
+    """Return the order to go on from below a step: what came later is wrong, on shared storage and in each tier."""
+    return do.RollBack(
+        launch=state.launch.number,
+        below_step=below_step,
+        reasons=why,
+        suspect=True,
+        quick=quick,
+        skipped_data=state.resume.skipped_data,
+    )
+
+
+def _leave_out_what_is_wrong(state: State) -> tuple[State, tuple[do.Effect, ...]]:
+    """After silent corruption no attempt may go on from what was not confirmed, whatever ends this one."""
+    wrong = state.launch.found
+    if wrong is None or wrong.back_to is None or state.resume.went_back or state.plan.code is ExitCode.SUPERSEDED:
+        return state, ()
+    state = replace(
+        state,
+        resume=replace(state.resume, choice=Choice.ROLLING_BACK, went_back=True),
+        storage=replace(state.storage, verifying=None),  # nobody goes on from it
+    )
+    return state, (leave_out(state, wrong.back_to + 1, wrong.reasons, quick=True),)
 
 
 def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
@@ -143,7 +175,8 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
         return Decision(
             replace(state, watchers=replace(state.watchers, status=BusStatus.LEAVING)), (do.StopBus(),), why
         )
-    if state.storage.verifying is not None or (plan.next is Next.END and state.watchers.open):
+    waits = state.storage.verifying is not None or leads_back(state)
+    if waits or (plan.next is Next.END and state.watchers.open):
         return Decision(state, (), why)
     if plan.next is Next.END:
         return finish(state, plan)
@@ -151,6 +184,13 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
     state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
     asked = query_slurm(state, (because.SlurmAsked(about="requeue"),))
     return Decision(asked.state, asked.effects, why)
+
+
+def close_soon(state: State, at: float, policy: Policy, why: Why) -> Decision:
+    """In CLOSING, the storage has answered: only the watchers are waited for now."""
+    deadline = at + policy.close_within_s
+    state = state.waiting(Timer.WATCHERS_LEAVE, min(state.deadline_at or deadline, deadline))
+    return closed(state, at, policy, why)
 
 
 def repeats(tried: Tried) -> int:

@@ -20,10 +20,10 @@ from stepkeeper.core.causes import BY_EVIDENCE, IN_A_STATE, OF_NODE, UNCHARGED, 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
 from stepkeeper.core.gates import go_on_starting, waiting
-from stepkeeper.core.phases import Decision, repeats, stop
+from stepkeeper.core.phases import Decision, close_soon, leave_out, repeats, stop
 from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import Why
+from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
@@ -51,21 +51,25 @@ def on_judge_late(state: State, at: float, policy: Policy) -> Decision:
 
 
 def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decision:
-    """The lineage leads to an older step: choose anew."""
+    """The lineage leads to an older step: choose anew, or let the job leave."""
     if (
-        state.phase is not Phase.STARTING
+        state.phase not in (Phase.STARTING, Phase.CLOSING)
         or state.resume.choice is not Choice.ROLLING_BACK
         or event.launch != state.launch.number
     ):
         return Decision(state)
-    resume = replace(state.resume, choice=Choice.OPEN)
-    state = waiting(replace(state, resume=resume), event.at, policy)
+    state = replace(state, resume=replace(state.resume, choice=Choice.OPEN))
+    if state.phase is Phase.STARTING:
+        state = waiting(state, event.at, policy)
     if event.error:
         why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
     state = replace(state, resume=replace(state.resume, went_back=True))
-    return Decision(state, (do.ChooseCheckpoint(),), (because.RolledBack(directory=event.directory),))
+    said: Reason = because.RolledBack(directory=event.directory) if event.directory else because.StartOver()
+    if state.phase is Phase.CLOSING:
+        return close_soon(state, event.at, policy, (said,))
+    return Decision(state, (do.ChooseCheckpoint(),), (said,))
 
 
 def _newest(state: State) -> Cause | None:
@@ -219,14 +223,7 @@ def roll_back_below(state: State, at: float, step: int, why: Why, policy: Policy
     """
     resume = replace(state.resume, choice=Choice.ROLLING_BACK, went_back=True)
     state = waiting(replace(state, resume=resume), at, policy)
-    effect = do.RollBack(
-        launch=state.launch.number,
-        below_step=step,
-        reasons=why,
-        suspect=True,
-        skipped_data=state.resume.skipped_data,
-    )
-    return Decision(state, (effect,), (*why, because.GoBackBelow(step=step)))
+    return Decision(state, (leave_out(state, step, why),), (*why, because.GoBackBelow(step=step)))
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:

@@ -183,7 +183,7 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     """The newest verified step directory is known, and with it the progress since the last launch."""
     if state.phase is not Phase.STARTING or state.resume.choice is not Choice.OPEN:
         return Decision(state)
-    state, led_back = _led_back(state, event, policy)
+    led_back = _led_back(state, event, policy)
     if led_back is not None:
         return led_back
     progressed = event.step is not None and (state.budgets.best_step is None or event.step > state.budgets.best_step)
@@ -224,15 +224,15 @@ def on_checkpoint_chosen(state: State, event: on.CheckpointChosen, policy: Polic
     return go_on_starting(state, event.at, policy, why)
 
 
-def _led_back(state: State, event: on.CheckpointChosen, policy: Policy) -> tuple[State, Decision | None]:
+def _led_back(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision | None:
     """After silent corruption take nothing newer than what was confirmed, be it on shared storage or in a tier."""
     wrong = state.launch.found
     if wrong is None or wrong.back_to is None:
-        return state, None
-    if event.step is not None and (event.step > wrong.back_to or not state.resume.went_back):
-        below = min(wrong.back_to, event.step) + 1
-        return state, roll_back_below(state, event.at, below, wrong.reasons, policy)
-    return replace(state, resume=replace(state.resume, went_back=True)), None
+        return None
+    newest = wrong.back_to if event.step is None else min(wrong.back_to, event.step)
+    if state.resume.went_back and event.step in (None, newest):
+        return None
+    return roll_back_below(state, event.at, newest + 1, wrong.reasons, policy)
 
 
 def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> Decision:

@@ -94,6 +94,7 @@ class Timer(StrEnum):
     RANKS_LEAVE = "ranks_leave"
     KILL = "kill"  # the end of what was killed
     READ_BACK = "read_back"
+    LEAD_BACK = "lead_back"  # the lineage goes back to what was confirmed, before the job leaves
     WATCHERS_LEAVE = "watchers_leave"
     SLURM_ANSWER = "slurm_answer"
     SLURM_RETRY = "slurm_retry"

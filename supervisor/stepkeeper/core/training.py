@@ -17,7 +17,7 @@ from stepkeeper.core.phases import (
     Decision,
     all_ready,
     close,
-    closed,
+    close_soon,
     kill,
     query_slurm,
     query_slurm_unprompted,
@@ -404,7 +404,5 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
         damaged = because.CheckpointDamaged(directory=event.directory, problem=event.problem)
         why = (damaged, because.CheckpointBeforeUsed())
     if state.phase is Phase.CLOSING:
-        deadline = event.at + policy.close_within_s  # only the watchers are waited for now
-        state = state.waiting(Timer.WATCHERS_LEAVE, min(state.deadline_at or deadline, deadline))
-        return closed(state, event.at, policy, why)
+        return close_soon(state, event.at, policy, why)
     return Decision(state, (), why)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import itertools
 import os
-import stat
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import lines, old_journals
+from stepkeeper_trainer.formats.alone import why_not_alone
 from stepkeeper_trainer.formats.durable import append_line, write_all
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -258,9 +258,9 @@ def spool_path(journal: Path) -> Path:
     """
     directory = Path(tempfile.gettempdir()) / f"stepkeeper-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "not a directory of ours alone", str(directory))
+    found = why_not_alone(directory)
+    if found is not None:
+        raise PermissionError(errno.EPERM, found.text, str(directory))
     return directory / f"{xxhash.xxh3_64_hexdigest(str(journal).encode())}.journal.jsonl"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import grp
 import os
-import pwd
 import re
 import shlex
 import shutil
@@ -22,6 +20,7 @@ import xxhash
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper_trainer.formats import collectives
+from stepkeeper_trainer.formats.alone import Shared, is_replaceable, why_not_alone
 
 DEFAULT_PATTERN = "runs/%x-%j"
 _FIELDS = {
@@ -30,6 +29,12 @@ _FIELDS = {
     "a": "SLURM_ARRAY_TASK_ID",
     "x": "SLURM_JOB_NAME",
     "u": "USER",
+}
+_REMEDIES = {
+    Shared.NO_DIRECTORY: "name the directory itself",
+    Shared.OWNER: "choose another place",
+    Shared.EVERYBODY: "chmod o-w it, or anybody could plant a checkpoint",
+    Shared.GROUP: "chmod g-w it, or others could plant a checkpoint or settings (--group-readable lets them read)",
 }
 
 
@@ -164,34 +169,10 @@ def _require_ours(path: Path, run_directory: Path) -> None:
         OSError: it cannot be looked at.
         StepkeeperError: what is wrong with it.
     """
-    status = os.stat(path, follow_symlinks=False)
-    where = f"--run-dir {run_directory}: {'' if path == run_directory else f'{path.name}/ '}"
-    if not stat.S_ISDIR(status.st_mode):
-        what = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a directory"
-        raise StepkeeperError(f"{where}{what}; name the directory itself", ExitCode.RUN_DIRECTORY)
-    if status.st_uid != os.getuid():
-        raise StepkeeperError(
-            f"{where}belongs to user id {status.st_uid}, not to you; choose another place", ExitCode.RUN_DIRECTORY
-        )
-    if status.st_mode & stat.S_IWOTH:
-        raise StepkeeperError(
-            f"{where}everybody may write it, so anybody could plant a checkpoint; chmod o-w it", ExitCode.RUN_DIRECTORY
-        )
-    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
-        raise StepkeeperError(
-            f"{where}its group may write it, so others could plant a checkpoint or settings; chmod g-w it "
-            "(--group-readable lets them read)",
-            ExitCode.RUN_DIRECTORY,
-        )
-
-
-def _is_own_group(gid: int) -> bool:
-    """Tell whether a group is this user's alone, as many systems make one for each user (with umask 002)."""
-    try:
-        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
-    except KeyError:
-        return False  # not known on this node
-    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    found = why_not_alone(path, readers=True)
+    if found is not None:
+        where = f"--run-dir {run_directory}: {'' if path == run_directory else f'{path.name}/ '}"
+        raise StepkeeperError(f"{where}{found.text}; {_REMEDIES[found.kind]}", ExitCode.RUN_DIRECTORY)
 
 
 def require_parent(path: Path) -> None:
@@ -205,8 +186,7 @@ def require_parent(path: Path) -> None:
             f"--run-dir {path}: its parent {path.parent} does not exist; create it, or choose another place",
             ExitCode.RUN_DIRECTORY,
         )
-    mode = path.parent.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    if is_replaceable(path.parent, of_project=True):
         raise StepkeeperError(
             f"--run-dir {path}: everybody may rename what is in {path.parent}, and put another run there; "
             "chmod o-w or +t that directory, or choose another place",

@@ -66,7 +66,7 @@ class Watcher:
         self.wrapped: set[int] = set()
         self.started: dict[int, tuple[str, int]] = {}  # rank -> launch, pid, as its wrapper says
         self.greeted: dict[int, tuple[str, int, int | None]] = {}  # rank -> launch, pid, step of its newest hello
-        self.memory: set[str] = set()  # where ranks hold snapshots on this node
+        self.memory: dict[str, int | None] = {}  # where ranks hold snapshots here -> descriptor by which we do so too
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
         self.progress: Progress | None = None
@@ -126,19 +126,39 @@ class Watcher:
             self._give_back_memory()
         return 0
 
-    def _give_back_memory(self) -> None:
-        """Remove the snapshots that the ranks of this run hold here: the run has ended, or leaves the node."""
-        if not self.memory:
+    def _hold_memory(self, where: str) -> None:
+        """Keep the snapshots that a rank told of, if it has any, from being taken for left over while no rank runs."""
+        if not where:
             return
-        from stepkeeper_trainer.tiers.memory import discard_told  # noqa: PLC0415 - few runs hold any
+        from stepkeeper_trainer.tiers.memory import hold_told  # noqa: PLC0415 - few runs hold any
         from stepkeeper_trainer.tiers.tier import TierError  # noqa: PLC0415
 
-        for where in self.memory:
+        try:
+            self.memory[where] = hold_told(where, self.memory.get(where))
+        except (OSError, TierError) as error:
+            if where not in self.memory:  # ranks repeat what they say
+                self._complain(f"snapshots are not held: {error}")
+            self.memory.setdefault(where, None)
+
+    def _give_back_memory(self) -> None:
+        """Remove the snapshots that the ranks of this run hold here: the run has ended, or leaves the node.
+
+        Where another process holds them still, they are of a launch after ours, or its end is near: they are its own.
+        """
+        while self.memory:
+            from stepkeeper_trainer.tiers.memory import discard_told  # noqa: PLC0415 - few runs hold any
+
+            where, held = self.memory.popitem()
             try:
-                discard_told(where)
-            except (OSError, TierError) as error:
-                with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
-                    sys.stderr.write(f"stepkeeper watcher {self.node}: snapshots are left: {error}\n")
+                if held is not None and not discard_told(where, held):
+                    self._complain(f"snapshots are left to the processes that hold them: {where}")
+            except OSError as error:
+                self._complain(f"snapshots are left: {error}")
+
+    def _complain(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
+            sys.stderr.write(f"stepkeeper watcher {self.node}: {text}\n")
+            sys.stderr.flush()
 
     def say(self, message: bus.FromWatcher) -> None:
         """Queue one line for the supervisor.  Never waits."""
@@ -262,7 +282,7 @@ class Watcher:
         if isinstance(message, Hello) and message.rank not in self.wrapped:
             self._follow(pid, message.launch, message.rank)
         if isinstance(message, Hello):
-            self.memory |= {message.memory} - {""}
+            self._hold_memory(message.memory)
             known = self.greeted.get(message.rank)
             resumed = message.resumed_step if message.rank == 0 else None  # all go on from the same step: one says it
             self.greeted[message.rank] = (message.launch, pid, resumed)
@@ -466,9 +486,7 @@ class Watcher:
         if result.why != self.said:
             self.said = result.why
             self.say(bus.Note(node=self.node, text=shorten(f"failover: {result.why}")))
-            with contextlib.suppress(OSError):  # srun may be gone: nobody reads it
-                sys.stderr.write(f"stepkeeper watcher {self.node}: failover: {result.why}\n")
-                sys.stderr.flush()
+            self._complain(f"failover: {result.why}")
         if result.left:
             self._kill()
         elif result.done and self.launch is not None:  # Slurm is about to end the ranks

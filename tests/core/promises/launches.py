@@ -119,13 +119,28 @@ def a_rollback_goes_back(turns):
     for turn in turns:
         for effect in turn.ordered(do.RollBack):
             wrong = turn.before.launch.found
-            if isinstance(turn.event, on.CheckpointChosen) and wrong is not None and wrong.back_to is not None:
-                assert effect.below_step <= min(wrong.back_to, turn.event.step) + 1
+            if effect.quick:
+                assert effect.below_step == wrong.back_to + 1
+                assert turn.after.phase is not Phase.STARTING
+            elif isinstance(turn.event, on.CheckpointChosen) and wrong is not None and wrong.back_to is not None:
+                chosen = wrong.back_to if turn.event.step is None else turn.event.step
+                assert effect.below_step <= min(wrong.back_to, chosen) + 1
             else:
                 assert effect.below_step <= turn.after.resume.step  # which the same turn may have chosen
             assert not turn.after.launch.running
             assert turn.after.deadline_at is not None or Gate.STORAGE in closed_gates(turn.after)
             assert not turn.after.resume.chosen
+
+
+@promise
+def after_silent_corruption_a_launch_begins_with_what_was_confirmed(turns):
+    """Nor may its ranks take anything newer from a tier."""
+    for turn in turns:
+        wrong = turn.before.launch.found
+        for effect in turn.ordered(do.StartLaunch):
+            if wrong is not None and wrong.back_to is not None:
+                assert effect.went_back
+                assert turn.before.resume.step is None or turn.before.resume.step <= wrong.back_to
 
 
 @promise

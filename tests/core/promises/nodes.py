@@ -92,7 +92,7 @@ def a_node_is_excluded_only_on_evidence_about_itself(turns):
                     assert each.node in {unfit.node for unfit in turn.event.unfit}
                 case on.NodesNotCleared():
                     assert each.node in turn.event.nodes
-                case on.Judged():
+                case on.Judged() | on.Corrupted():
                     assert each.node == turn.event.node
                 case on.CheckpointChosen():  # its failure was judged before
                     assert turn.before.failure is not None

@@ -6,7 +6,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.eviction import preempted_at_last
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.state import BusStatus, Next, Phase, Question, Timer
+from stepkeeper.core.state import BusStatus, Choice, Next, Phase, Question, Timer
 from tests.core.promises.register import POLICY, promise
 
 
@@ -124,6 +124,19 @@ def a_plan_to_end_stays_a_plan_to_end(turns):
         by_slurm = isinstance(turn.event, on.SlurmAnswered) and not launch.running and not launch.library_seen
         denied = (by_slurm or isinstance(turn.event, on.LaunchEnded)) and before.code is ExitCode.FINISHED
         assert denied or (after is not None and after.next is Next.END)
+
+
+@promise
+def what_silent_corruption_made_is_left_out_before_the_job_goes(turns):
+    """The next attempt knows nothing of it: the lineage has to.  Only a newer attempt's lineage is left alone."""
+    for turn in turns:
+        wrong = turn.before.launch.found
+        superseded = any(exits.code == ExitCode.SUPERSEDED for exits in turn.ordered(do.Exit))
+        goes = turn.ordered(do.Requeue) or (turn.ordered(do.Exit) and not superseded)
+        if goes and wrong is not None and wrong.back_to is not None:
+            assert turn.before.resume.went_back, "it was ordered"
+            waited = turn.before.resume.choice is not Choice.ROLLING_BACK
+            assert waited, "and was done, or was late"
 
 
 @promise

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepkeeper_trainer.coordinate.agreement import Proposal, Want
-from stepkeeper_trainer.coordinate.cadence import Cadence, FailureRate
+from stepkeeper_trainer.coordinate.cadence import Cadence, FailureRate, snapshot_rule
 from stepkeeper_trainer.log import say, warn
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.formats.messages import SaveRequest
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.commit import CommittedStep
+    from stepkeeper_trainer.tiers.tiering import Tiering
 
 
 ALONE_AFTER_S = 30.0  # without a watcher; a restarted one is back within a second
@@ -380,3 +381,11 @@ class SnapshotClock:
     def spoken(self) -> None:
         """Say that the ranks are about to speak."""
         self._begun_since = False
+
+
+def begin_snapshots(tiering: Tiering | None, *, step: int, rank: int) -> SnapshotClock:
+    """Return when snapshots are due, from the `step` that was resumed from on; never, where none can be taken."""
+    able = tiering is not None and tiering.snapshots is not None
+    clock = SnapshotClock(snapshot_rule(tiering.tiers.snapshot_every if tiering and able else None), rank=rank)
+    clock.begun(step)
+    return clock

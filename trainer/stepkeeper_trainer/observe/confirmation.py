@@ -27,6 +27,7 @@ from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call
 from stepkeeper_trainer.errors import CorruptionError, UsageError
+from stepkeeper_trainer.formats.manifest import CONFIRMED
 from stepkeeper_trainer.formats.messages import Corrupted, shorten
 from stepkeeper_trainer.log import warn
 from stepkeeper_trainer.state import random_state
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from stepkeeper_trainer.link import Link
+    from stepkeeper_trainer.load.resume import Resumed
+    from stepkeeper_trainer.state import TrainingState
 
 
 FIRST_TIMES = 4  # computations of the first check, and of the look after a difference
@@ -71,42 +74,59 @@ def choose_every(environment: str | None, every: int | None) -> int | None:
     return int(text)
 
 
+def begin_confirmation(
+    every: int | None, resumed: Resumed, *, state: TrainingState, agreement: Agreement, link: Link, rank: int, node: str
+) -> Confirmation | None:
+    """Begin to confirm steps, if that is wanted; what is not known to be wrong before this launch counts."""
+    if every is None:
+        return None
+    known = resumed.manifest.state.get(CONFIRMED) if resumed.manifest is not None else None
+    state.confirmed = known if isinstance(known, int) else resumed.step or 0
+    return Confirmation(every, state, begun_at=resumed.step or 0, agreement=agreement, link=link, rank=rank, node=node)
+
+
 class Confirmation:
-    """Of one rank; used by its main thread alone."""
+    """Of one rank; used by its main thread alone.  What it confirms is part of the state."""
 
     def __init__(
         self,
         every: int,
-        modules: Sequence[torch.nn.Module],
+        state: TrainingState,
         *,
+        begun_at: int,
         agreement: Agreement,
         link: Link,
         rank: int,
         node: str,
-        confirmed: int,
     ) -> None:
-        """Begin with a launch; `confirmed` is the newest step known to be right, or the one that it resumed from."""
-        self._every, self._modules, self._node = every, modules, node
+        """Begin with a launch, after `begun_at` steps."""
+        self._every, self._state, self._begun_at, self._node = every, state, begun_at, node
+        self._modules = [part.module for part in state.modules.values()]
         self._agreement, self._link = agreement, link
         self._rank = rank
-        self.confirmed = confirmed
         self._first = True
-        self.off = False  # the run is not deterministic
+        self._off = False  # the run is not deterministic
         self._called = False  # the script has the method at all
         self._steps = 0
 
-    def due(self, step: int, steps_done: int) -> bool:
-        """Whether to check after `step`, when this launch has done so many: at its second one, then at each K-th.
+    def check_if_due(self, compute: Callable[[], Any], step: int) -> bool:
+        """Check after `step`, if this launch has done a step, and then at each K-th; whether it was due.
 
         Never at the first: it makes what later ones find, such as an optimizer's state and compiled code.
+
+        Raises:
+            CorruptionError, UsageError: as `_check`.
         """
         self._called = True
-        return not self.off and steps_done > 0 and (self._first or step % self._every == 0)
+        if self._off or step <= self._begun_at or not (self._first or step % self._every == 0):
+            return False
+        self._check(compute, step)
+        return True
 
     def note_step(self, step: int) -> None:
         """Note that a step is done, and say it once where the script never calls `confirm`."""
         self._steps += 1
-        if self._steps == STEPS_UNCALLED and not self._called:
+        if self._steps == STEPS_UNCALLED and not self._called and self._rank == 0:
             warn(
                 "confirm_not_called",
                 step=step,
@@ -114,7 +134,7 @@ class Confirmation:
                 remedy="loss = manager.confirm(lambda: forward_and_backward(first_micro_batch))",
             )
 
-    def check(self, compute: Callable[[], Any], step: int) -> None:
+    def _check(self, compute: Callable[[], Any], step: int) -> None:
         """Compute several times and compare, on all ranks.
 
         Raises:
@@ -124,7 +144,7 @@ class Confirmation:
         first, self._first = self._first, False
         seen = self._look(compute, FIRST_TIMES if first else TIMES)
         if not self._any(seen.differs):
-            self.confirmed = step
+            self._state.confirmed = step
             return
         looks = [self._gather(seen)]
         if not first:
@@ -132,7 +152,7 @@ class Confirmation:
             guilty = find_guilty(looks)
             if guilty:
                 self._raise(step, looks[0], guilty)
-        self.off = True
+        self._off, self._state.confirmed = True, None
         if self._rank == 0:
             _say_unsteady(step, looks)
 
@@ -157,10 +177,11 @@ class Confirmation:
         )
 
     def _raise(self, step: int, seen: list[_Seen], guilty: list[int]) -> None:
+        confirmed = self._state.confirmed or 0
         if self._rank in guilty:
             own = seen[self._rank]
             self._link.send(
-                Corrupted(rank=self._rank, step=step, confirmed=self.confirmed, what=shorten(own.what), gpu=own.gpu),
+                Corrupted(rank=self._rank, step=step, confirmed=confirmed, what=shorten(own.what), gpu=own.gpu),
                 keep=True,
             )
             self._link.flush(SAID_WITHIN_S)
@@ -172,7 +193,7 @@ class Confirmation:
         more = f"; and {len(guilty) - NAMES_MAX} more ranks" if len(guilty) > NAMES_MAX else ""
         raise CorruptionError(
             f"silent corruption at step {step}: the same micro-batch came to other bits: {who}{more}.  "
-            f"Resume from step {self.confirmed} or before, the last that was confirmed, and without that GPU"
+            f"Resume from step {confirmed} or before, the last that was confirmed, and without that GPU"
         )
 
 

@@ -59,6 +59,13 @@ class Tracker(Protocol):
         ...
 
 
+def keep_runs(run_id: str, run_directory: Path, tracker: Tracker | None) -> None:
+    """Have what the script itself logs go on in the runs of the launches before; a tracker of ours does so itself."""
+    keep_wandb_run(run_id)
+    if tracker is None:
+        keep_mlflow_run(run_directory)
+
+
 def keep_wandb_run(run_id: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Have `wandb.init()` of every launch go on in one run, unless the script or its user has chosen otherwise.
 

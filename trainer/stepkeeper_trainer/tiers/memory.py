@@ -14,14 +14,15 @@ import contextlib
 import math
 import os
 import shutil
-import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from stepkeeper_trainer.formats.alone import is_replaceable, why_not_alone
 from stepkeeper_trainer.formats.manifest import parse_step_name
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.store.memory import memory_left
 from stepkeeper_trainer.tiers.directory import TRASH, LocalTier, file_size, give_up
+from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
 from stepkeeper_trainer.tiers.peers import PeerCopies
 from stepkeeper_trainer.tiers.tier import SNAPSHOTS_NAME, Held, TierError, writer_of
 
@@ -29,8 +30,11 @@ ROOM_FACTOR = 1.05  # of what the snapshot before took: manifests, and what has 
 RESERVE_SHARE = 0.1  # of each limit stays free: at the limit the kernel ends the training, and not the snapshot
 LOOK_EVERY_S = 1.0  # for room
 TRIES = 3
+TRY_AGAIN_S = 0.01
+LET_GO_WITHIN_S = 2.0  # ranks that were killed are gone by then
 REST_S = 60.0  # after a disk error: whatever it is, it is not tried at each step
-STALE_S = 86400.0  # a run that takes snapshots writes more often; what is older has been left by a killed node or job
+STALE_S = 86400.0  # a script without a supervisor may be started again until then, and goes on from what it left
+WATCHED = "watched"  # a file: a watcher has held the directory, so it is wanted while somebody holds it, and no longer
 
 
 class NotSharedError(TierError):
@@ -43,6 +47,7 @@ class Memory(LocalTier):
     def __init__(self, checkpoints: Path) -> None:
         """Make nothing yet."""
         super().__init__(checkpoints, keep=1)
+        self._held: int | None = None
 
     @property
     def own(self) -> Path:
@@ -50,21 +55,26 @@ class Memory(LocalTier):
         return self.checkpoints.parent
 
     def open(self) -> None:
-        """Make the directory, unless it is there and nobody else could have put anything into it.
+        """Make the directory, unless it is there and nobody else could have put anything into it; hold it from now on.
 
         Raises:
             TierError: it is not safe.
             OSError: it cannot be made.
         """
         users = self.own.parent
-        _require_safe_parent(users.parent)
+        if is_replaceable(users.parent):
+            raise TierError(
+                f"{users.parent}: others can replace what is in it: set snapshot_dir to another directory in memory"
+            )
         for _ in range(TRIES):
             with contextlib.suppress(FileNotFoundError):  # another run of this user has ended, and taken it away
                 for each in (users, self.own, self.checkpoints):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(each, mode=0o700)
                     _require_own(each)
+                self._held = hold(self.own, self._held)
                 return
+            time.sleep(TRY_AGAIN_S)
         raise TierError(f"{users}: is removed as soon as it is made")
 
     def begin(self, step: int, save_id: str, size: int) -> Path:
@@ -107,17 +117,20 @@ class Memory(LocalTier):
 
     def discard(self) -> None:
         """Remove all that this run has here, and the user's directory where nothing else is in it."""
-        shutil.rmtree(self.own, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs have something there
-            self.own.parent.rmdir()
+        give_up(self.own)
+        _forget_user(self.own.parent)
 
     def sweep(self) -> list[str]:
         """Remove what other runs of this user left here when their node or job was killed; return the names."""
         removed = []
         for entry in _entries(self.own.parent):
-            if entry.name != self.own.name and entry.is_dir(follow_symlinks=False) and _age_s(entry.path) > STALE_S:
-                shutil.rmtree(entry.path, ignore_errors=True)
-                removed.append(entry.name)
+            path = Path(entry.path)
+            if entry.name == self.own.name or not entry.is_dir(follow_symlinks=False):
+                continue
+            done_with = entry.name.startswith(TRASH) or (path / WATCHED).exists() or _age_s(path) > STALE_S
+            with contextlib.suppress(OSError):  # removed meanwhile, or nothing that could be
+                if done_with and remove_unless_held(path):
+                    removed.append(entry.name)
         return removed
 
     def why_no_room(self, size: int, directory: str | None) -> str | None:
@@ -253,44 +266,40 @@ class Snapshots:
             self._memory.discard()
 
 
-def discard_told(where: str) -> None:
-    """Remove a run's snapshots by what a rank has said of them, unless it is not such a place.
+def hold_told(where: str, held: int | None) -> int:
+    """Hold a run's snapshots by what a rank has said of them, and return the descriptor; `held` is that of before.
 
     Raises:
-        TierError, OSError: it is none, or not safe.
+        TierError: it is not such a place, or not safe.
+        OSError: it is not there, or cannot be held.
     """
-    memory = Memory(Path(where) / "checkpoints")
-    if not (os.path.isabs(where) and memory.own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
+    own = Path(where)
+    if not (os.path.isabs(where) and own.parent.name == f"{SNAPSHOTS_NAME}{os.geteuid()}"):
         raise TierError(f"{where}: not a place of snapshots")
-    if memory.own.is_dir():
-        _require_own(memory.own.parent)
-        memory.discard()
+    for each in (own.parent, own):
+        _require_own(each)
+    held = hold(own, held)
+    (own / WATCHED).touch(mode=0o600)
+    return held
+
+
+def discard_told(where: str, held: int) -> bool:
+    """Remove snapshots that `hold_told` holds; false: ranks or a later launch's watcher do so too.  Raises OSError."""
+    alone = remove_unless_held(Path(where), held, within_s=LET_GO_WITHIN_S)
+    _forget_user(Path(where).parent)
+    return alone
+
+
+def _forget_user(users: Path) -> None:
+    with contextlib.suppress(OSError):  # other runs have something there
+        users.rmdir()
 
 
 def _require_own(path: Path) -> None:
     """Refuse what is no directory of this user alone.  Raises TierError or OSError."""
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise TierError(f"{path}: is no directory (a link is not followed): remove it, or set snapshot_dir")
-    if found.st_uid != os.geteuid():
-        raise TierError(
-            f"{path}: belongs to user id {found.st_uid}, who could put anything there: have it removed, "
-            "or set snapshot_dir"
-        )
-    if found.st_mode & 0o077:
-        raise TierError(
-            f"{path}: others may use it (mode {stat.S_IMODE(found.st_mode):o}): remove it, or set its mode to 700"
-        )
-
-
-def _require_safe_parent(path: Path) -> None:
-    """Refuse a directory in which others could put something in the place of ours.  Raises TierError or OSError."""
-    found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise TierError(f"{path}: is no directory: set snapshot_dir to one in memory, such as /dev/shm")
-    writable = found.st_mode & 0o022
-    if found.st_uid not in {0, os.geteuid()} or (writable and not found.st_mode & stat.S_ISVTX):
-        raise TierError(f"{path}: others can replace what is in it: set snapshot_dir to another directory in memory")
+    found = why_not_alone(path)
+    if found is not None:
+        raise TierError(f"{path}: {found.text}: have it removed, or set snapshot_dir to another directory in memory")
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -301,10 +310,10 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _age_s(path: str) -> float:
+def _age_s(path: Path) -> float:
     """Return how long ago anything was made or removed there; 0 where it cannot be told."""
     try:
-        newest = max(each.stat().st_mtime for each in (Path(path), *Path(path).glob("checkpoints")))
+        newest = max(each.stat().st_mtime for each in (path, *path.glob("checkpoints")))
     except OSError:
         return 0.0
     return time.time() - newest
@@ -312,49 +321,3 @@ def _age_s(path: str) -> float:
 
 def _mib(size: float) -> str:
     return f"{size / 1024**2:,.0f} MiB"
-
-
-# --- memory that is left: of the node, and of each control group around this process -------------------------
-
-_ROOT = Path("/sys/fs/cgroup")
-_FILES = {  # limit, what is used, and in memory.stat what the kernel gives back when it is short: files' pages
-    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-}
-
-
-def memory_left(root: Path = _ROOT, proc: Path = Path("/proc")) -> Iterator[tuple[str, int, int]]:
-    """Yield whose limit, how many bytes are left below it, and how many it is.  What cannot be read has no limit."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        node = _table((proc / "meminfo").read_bytes())
-        yield "the node's memory", node["MemAvailable:"] * 1024, node["MemTotal:"] * 1024
-    try:
-        lines = (proc / "self/cgroup").read_text(errors="replace")
-    except OSError:
-        return
-    for line in lines.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for controller in set(controllers.split(",")) & _FILES.keys():
-            yield from _groups_left(root / controller, path.strip("/"), _FILES[controller])
-
-
-def _groups_left(root: Path, path: str, names: tuple[str, str, tuple[str, str]]) -> Iterator[tuple[str, int, int]]:
-    """Yield as above for a control group and those around it."""
-    limit_name, used_name, cache_names = names
-    at = root / path
-    while True:
-        with contextlib.suppress(OSError, ValueError):  # no limit here, or none that is a number ("max")
-            limit = int((at / limit_name).read_text())
-            used = int((at / used_name).read_text())
-            table = _table((at / "memory.stat").read_bytes())
-            yield f"the memory limit of {at}", limit - used + sum(table.get(each, 0) for each in cache_names), limit
-        if at == root:
-            return
-        at = at.parent
-
-
-def _table(data: bytes) -> dict[str, int]:
-    """Return the first number of each line."""
-    fields = (line.split() for line in data.decode(errors="replace").splitlines())
-    return {each[0]: int(each[1]) for each in fields if len(each) > 1 and each[1].isdigit()}

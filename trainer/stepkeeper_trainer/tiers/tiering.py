@@ -262,6 +262,11 @@ def find_tiers(
     return Tiering(tiers, commits, agreement, rank, world_size) if tiers.any else None
 
 
+def place_in_memory(tiering: Tiering | None) -> str:
+    """Return where this node holds snapshots, for its watcher; empty where it holds none."""
+    return str(tiering.snapshots.directory) if tiering is not None and tiering.snapshots is not None else ""
+
+
 def choose(told: Tiers, given: Tiers | None) -> Tiers:
     """Weigh what the environment names against the script's argument.  Raises TierError.
 

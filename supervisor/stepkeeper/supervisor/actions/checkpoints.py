@@ -226,7 +226,12 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
         if (newer := inbox.superseded(checkpoints.parent, ours)) is not None:
             return newer
         chosen = _lead_back(checkpoints, effect, ours.attempt, inbox.clock.now())
-        return on.RolledBack(at=inbox.clock.now(), launch=effect.launch, directory=str(chosen.path), step=chosen.step)
+        return on.RolledBack(
+            at=inbox.clock.now(),
+            launch=effect.launch,
+            directory=str(chosen.path) if chosen else None,
+            step=chosen.step if chosen else None,
+        )
 
     def failed(error: str) -> on.RolledBack:
         return on.RolledBack(at=inbox.clock.now(), launch=effect.launch, error=error)
@@ -234,15 +239,15 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
     inbox.ask(Part.ROLL_BACK, act, failed, expected=(OSError, LookupError))
 
 
-def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory:
-    """Write the record.
+def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory | None:
+    """Write the record; None: no step is whole, and it leads to the very start.
 
     Raises:
         OSError: the step directories or the lineage cannot be read or written.
         LookupError: no older step is whole: going back to the very start is for a person to decide.
     """
-    chosen = steps.newest_verified(checkpoints, below_step=effect.below_step).chosen
-    if chosen is None or chosen.manifest is None:
+    chosen = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step).chosen
+    if chosen is None and steps.newest_verified(checkpoints, deep=not effect.quick).chosen is not None:
         raise LookupError(f"no verified step directory is older than step {effect.below_step}")
     why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
@@ -252,7 +257,7 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
             if entry.manifest is not None and entry.step >= effect.below_step:
                 mark = lineage.Mark(at=at, attempt=attempt, save_id=entry.manifest.save_id, mark=lineage.SUSPECT)
                 lineage.append(checkpoints, mark)
-    save_id = chosen.manifest.save_id
+    save_id = chosen.manifest.save_id if chosen is not None and chosen.manifest is not None else None
     record = lineage.Rollback(at=at, attempt=attempt, save_id=save_id, why=why, left_out=left_out or None)
     lineage.append(checkpoints, record)
     return chosen

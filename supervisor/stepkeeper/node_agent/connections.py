@@ -7,13 +7,15 @@ import os
 import re
 import select
 import socket
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 
 import msgspec
 import structlog
 
 from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
+
+ROOT = 0
 
 # How much of anything one user, or all of them, may have of the agent.
 
@@ -42,17 +44,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     uids_max: int = 4096  # users remembered in each table below; a user with subordinate uids has 65,536
     looks: Rate = Rate(1.0, 10.0)
     looks_per_uid: Rate = Rate(0.1, 3.0)
-    looks_waiting_max: int = 4  # of one connection
-    look_within_s: float = 60.0
     questions: Rate = Rate(5.0, 20.0)  # to Slurm
     questions_per_uid: Rate = Rate(0.5, 5.0)
     questions_max: int = 32  # waiting
     questions_per_uid_max: int = 4
-    answers_kept: int = 256
-    answers_kept_s: float = 5.0
     expedites_per_uid: Rate = Rate(0.1, 10.0)  # requests that are new or changed: each costs Slurm calls
-    jobs_max: int = 1024
-    jobs_per_uid_max: int = 128
     log_lines: Rate = Rate(1.0, 20.0)
     log_lines_per_uid: Rate = Rate(0.2, 5.0)
 
@@ -136,8 +132,8 @@ class Connection:
         self.peer = peer
         self.opened_at = now
         self.job_id: int | None = None  # joined
+        self.restart_count = 0  # of that job's attempt
         self.asking = False  # Slurm is asked about its `Join`
-        self.looks: dict[int, float] = {}  # number of the look -> answered until
         self.rate = Bucket(limits.packets, now)
         self._limits = limits
         self._outgoing: deque[bytes] = deque()
@@ -208,60 +204,7 @@ class Connection:
 
     def watchful(self) -> bool:
         """Whether time alone can change something about it."""
-        return self.job_id is None or bool(self._outgoing) or bool(self.looks)
-
-
-# The jobs whose processes joined here: what `ExpediteRequeue` is checked against.  Pure, and bounded.
-
-ROOT = 0
-
-
-class JoinedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that ran on this node, for sure."""
-
-    job_id: int
-    uid: int  # who joined: the job's owner, or root
-    restart_count: int  # the highest that joined
-
-
-class JoinedJobs:
-    """Remembers the newest ones; each user has a share, so that none can push out another's."""
-
-    def __init__(self, *, jobs_max: int, per_uid_max: int) -> None:
-        self._jobs_max = jobs_max
-        self._per_uid_max = per_uid_max
-        self._jobs: OrderedDict[int, JoinedJob] = OrderedDict()
-        self._count: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def add(self, job_id: int, uid: int, restart_count: int) -> None:
-        """Remember a job whose owner was checked."""
-        known = self._jobs.get(job_id)
-        if known is not None:
-            if uid == ROOT:
-                uid = known.uid  # root watching a job does not take it from its owner
-            if known.uid == uid:
-                restart_count = max(restart_count, known.restart_count)
-            self._drop(job_id)
-        if self._count[uid] >= self._per_uid_max:
-            self._drop(next(each.job_id for each in self._jobs.values() if each.uid == uid))
-        elif len(self._jobs) >= self._jobs_max:
-            self._drop(next(iter(self._jobs)))
-        self._jobs[job_id] = JoinedJob(job_id=job_id, uid=uid, restart_count=restart_count)
-        self._count[uid] += 1
-
-    def joined_by(self, job_id: int, uid: int) -> JoinedJob | None:
-        """Return the job if this user joined it; root may speak for every job that joined."""
-        found = self._jobs.get(job_id)
-        return found if found is not None and uid in (found.uid, ROOT) else None
-
-    def _drop(self, job_id: int) -> None:
-        gone = self._jobs.pop(job_id)
-        self._count[gone.uid] -= 1
-        if not self._count[gone.uid]:
-            del self._count[gone.uid]
+        return self.job_id is None or self.stuck
 
 
 # Who may come in, and how often a peer may write.  Pure but for its memory of what was.

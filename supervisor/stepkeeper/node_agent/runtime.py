@@ -27,7 +27,6 @@ from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
-from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
@@ -134,7 +133,7 @@ class Sources:
         state: State,
         *,
         client: NodeCommands,
-        on_look: Callable[[LookRequest], None],
+        on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,

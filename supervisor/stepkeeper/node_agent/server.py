@@ -22,7 +22,7 @@ from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
 from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
-from stepkeeper.node_agent.requests import LookRequest, Requests
+from stepkeeper.node_agent.requests import Requests
 from stepkeeper.slurm.nodes import NodeCommands
 
 ACCEPTS_PER_TURN = 64
@@ -34,8 +34,8 @@ CLOSE_WITHIN_S = 5.0
 class AgentSocket:
     """Serves the jobs of this node.
 
-    `on_look` and `open_incidents` are called on the serving thread and must return at once.  `publish` and
-    `answer_look` may be called on any thread.  What fails by our own mistake goes to `on_failure`, and ends the thread.
+    `on_look` and `open_incidents` are called on the serving thread and must return at once.  `publish` may be called
+    on any thread.  What fails by our own mistake goes to `on_failure`, and ends the thread.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AgentSocket:
         node: str,
         acts: bool,
         client: NodeCommands,
-        on_look: Callable[[LookRequest], None],
+        on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
         limits: Limits | None = None,
@@ -113,10 +113,6 @@ class AgentSocket:
                     self._send(connection, packet, now)
 
         self.post(broadcast)
-
-    def answer_look(self, request: LookRequest, found: int) -> None:
-        """Answer `Look`, after the incidents that were found have been published."""
-        self.post(lambda _: self._requests.looked(request, found))
 
     @property
     def alive(self) -> bool:
@@ -277,7 +273,7 @@ class AgentSocket:
             self._end(connection, error, now)
             return
         self._select(connection)
-        if connection.stuck or connection.looks:
+        if connection.stuck:
             self._watch(now)
 
     def _select(self, connection: Connection) -> None:
@@ -306,8 +302,6 @@ class AgentSocket:
         for connection in list(self._connections.values()):
             if why := connection.overdue(now):
                 self._end(connection, EndedError(why), now)
-                continue
-            self._requests.give_up_looks(connection, now)
         if any(each.watchful() for each in self._connections.values()):
             self._watch(now)
 

@@ -404,8 +404,6 @@ _requests = st.fixed_dictionaries(
         "job_id": st.integers(-(2**70), 2**70) | st.just(JOB) | _json,
         "restart_count": st.integers(-3, 2**66) | _json,
         "exclude": st.lists(st.text(max_size=12), max_size=70) | _json,
-        "pci": st.text(max_size=40) | _json,
-        "ordinal": st.integers() | _json,
         "why": st.text(max_size=400) | _json,
     },
 )

@@ -1,4 +1,4 @@
-"""Small rules: control group paths, buckets, the table of jobs, the weight of the client."""
+"""Small rules: control group paths, buckets, the weight of the client."""
 
 import subprocess
 import sys
@@ -12,7 +12,6 @@ from stepkeeper.node_agent.connections import (
     BoundedLog,
     Bucket,
     Buckets,
-    JoinedJobs,
     Limits,
     Membership,
     Rate,
@@ -111,24 +110,6 @@ def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
 
     assert len(lines) <= 20 + 10 + 1
     assert sum(line["left_out"] for line in lines) + len(lines) == 10_001
-
-
-@settings(max_examples=100, phases=GENERATE, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4), st.integers(0, 5)), max_size=80))
-def test_no_user_pushes_out_or_speaks_for_the_jobs_of_another(joins: list[tuple[int, int, int]]) -> None:
-    jobs = JoinedJobs(jobs_max=12, per_uid_max=3)
-    jobs.add(1000, 77, 4)
-    for job_id, uid, restart_count in joins:
-        jobs.add(job_id, uid, restart_count)
-        assert len(jobs) <= 16
-
-        found = jobs.joined_by(job_id, uid)
-        assert found is not None
-        assert found.restart_count >= restart_count or found.uid != uid
-
-    assert jobs.joined_by(1000, 5) is None
-    kept = jobs.joined_by(1000, 77)
-    assert kept is None or kept.restart_count == 4
 
 
 def test_the_client_is_light_to_import() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,13 +126,14 @@ def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) 
     if not as_json:
         _say_columns("FAULT", "PCI", "ACTION", "FAULT OF", "WHY")
     with _opened(name) as file:
-        for sighting in scan(_reader(name, file), allow_injected=allow_injected):
+        for sighting in _sightings(name, file, allow_injected=allow_injected):
             fault = judge(sighting.report, at=0.0, source=Source.KERNEL, catalogue=known, gpu=sighting.gpu)
             if as_json:
                 printing.say_json(_found(sighting, fault, known))
             else:
                 why = f"{fault.instance}: {fault.why}" if fault.instance else fault.why
                 _say_columns(fault.name, fault.pci or "-", fault.action.value, fault.domain.value, why)
+            sys.stdout.flush()  # the log may still grow
     return ExitCode.FINISHED
 
 
@@ -147,17 +148,11 @@ def _opened(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _reader(name: str, file: BinaryIO) -> Callable[[int], bytes]:
-    """Return a function that reads what is there: faults of a log that still grows are shown at once."""
-
-    def read(count: int) -> bytes:
-        sys.stdout.flush()
-        try:
-            return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # both kinds of file are buffered
-        except OSError as error:
-            raise _unreadable(name, error) from error
-
-    return read
+def _sightings(name: str, file: BinaryIO, *, allow_injected: bool) -> Iterator[Sighting]:
+    try:
+        yield from scan(file, allow_injected=allow_injected)
+    except OSError as error:
+        raise _unreadable(name, error) from error
 
 
 def _unreadable(name: str, error: OSError | ValueError) -> StepkeeperError:

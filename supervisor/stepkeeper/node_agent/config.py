@@ -78,7 +78,6 @@ class Test(_Table, frozen=True, kw_only=True):
     boot_id_file: str = "/proc/sys/kernel/random/boot_id"
     only_pci_prefix: str = ""
     kernel_log: str = DEVICE
-    previous_journal: bool = True  # what the boot before left in the journal is read once
     nvml: bool = True
     limits: Limits = Limits()
 
@@ -239,7 +238,9 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
         ("catalogue",): str(SITE_FILE),
         ("health_every_s",): Limits().health_every_s,
         ("remedies", "reset_within_s"): _POLICY.reset_within_s,
-        **{(key,): getattr(Test(), key) for key in ("kernel_log", "previous_journal", "nvml")},
+        ("kernel_log",): DEVICE,
+        ("previous_journal",): True,  # what the agent had seen before a reboot is in its ledger
+        ("nvml",): True,
         **{("limits", key): value for key, value in msgspec.structs.asdict(Limits()).items()},
     }
     for (*tables, key), constant in constants.items():

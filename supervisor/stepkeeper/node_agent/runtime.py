@@ -23,7 +23,7 @@ from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.events import AskNodes, CheckNode, Event, ListJobs, Reboot, ResetGpus, Resume, SetDrain
 from stepkeeper.node_agent.core.state import Mode, State
 from stepkeeper.node_agent.evaluate import Fitness
-from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
+from stepkeeper.node_agent.kernel import KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
@@ -121,7 +121,6 @@ def listen_for_signals(inbox: Inbox) -> None:
 
 CAUGHT_UP_WITHIN_S = 10.0
 EVIDENCE_EVERY_S = 60.0
-JOURNALCTL_ENDS_WITHIN_S = 2.0
 
 
 class Sources:
@@ -151,8 +150,6 @@ class Sources:
         self._evidence = kernel.EvidenceReader(
             inbox.put, every_s=EVIDENCE_EVERY_S, on_failure=lambda error: inbox.failed("evidence", error)
         )
-        self._stopped = threading.Event()
-        self._journal: threading.Thread | None = None
         self._nvml_lock = threading.Lock()
         self._nvml: NvmlProcess | None = None
         self.socket = AgentSocket(
@@ -180,21 +177,14 @@ class Sources:
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()
-        if self._config.test.previous_journal and self._config.test.kernel_log == DEVICE:
-            self._journal = self._inbox.run_optional(
-                "journal", lambda: kernel.previous_boot(self._take_line, stopped=self._stopped)
-            )
         self._kernel_log.caught_up.wait(CAUGHT_UP_WITHIN_S)
 
     def stop(self) -> None:
         """Stop all, each within its own limit."""
-        self._stopped.set()
         self.pause_nvml()
         self._kernel_log.stop()
         self._evidence.stop(kernel.ENDS_WITHIN_S)
         self.socket.close()
-        if self._journal is not None:
-            self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
 
     def pause_nvml(self) -> None:
         """End the NVML process: while it lives, it holds the GPUs open."""

@@ -184,11 +184,11 @@ def test_a_fault_that_was_logged_days_ago_needs_nvmls_word(node: Node) -> None:
 
 
 def test_a_fault_of_the_boot_before_was_mended_by_the_reboot(node: Node) -> None:
-    node.see(fault(79, T - 500, source=Source.JOURNAL, boot_id="boot-0"), at=T)
+    node.see(fault(79, T - 500, boot_id="boot-0"), at=T)
     node.settle(T + 60)
     assert not node.cluster.held
 
-    node.see(fault(64, T - 400, source=Source.JOURNAL, boot_id="boot-0", certain=True), at=T + 100)
+    node.see(fault(64, T - 400, boot_id="boot-0", certain=True), at=T + 100)
     node.settle(T + 160)
     assert node.cluster.held == {"a"}  # a broken board is broken after a reboot too
 
@@ -481,17 +481,6 @@ def test_a_fault_after_a_reset_is_a_second_one_though_the_node_was_not_returned(
 
     assert node.state.incidents[-1].action is Action.DRAIN_RMA
     assert len(node.acts(ResetGpus)) == 1
-
-
-def test_what_the_boot_before_said_long_ago_drains_nothing(cluster: Cluster) -> None:
-    """The board may have been replaced in between: that is what such a reboot is for."""
-    old, new = Node(cluster, "a", boot_id="boot-2"), Node(cluster, "b", boot_id="boot-2")
-    for node, seen_at in ((old, T - 14 * DAY), (new, T - 600)):
-        node.see(fault(64, seen_at, source=Source.JOURNAL, boot_id="boot-1", certain=True), at=T)
-        node.settle(T + 60)
-
-    assert cluster.held == {"b"}
-    assert old.incident.outcome is Outcome.NOTED
 
 
 def test_a_fault_that_was_only_observed_is_acted_on_where_it_lasts(cluster: Cluster) -> None:

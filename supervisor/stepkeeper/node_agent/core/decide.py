@@ -244,8 +244,6 @@ def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tup
         return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
     if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:
         return Outcome.NOTED, f"{label} was in an earlier boot: the node was rebooted since"
-    if incident.boot_id != state.boot_id and incident.sources == (Source.JOURNAL,) and incident.last_at < at - LATE_S:
-        return Outcome.NOTED, f"{label} was in an earlier boot, long ago: somebody may have looked since"
     is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
     if is_late and incident.action is Action.DRAIN_RESET:
         return Outcome.NOTED, f"{label} was logged long before we read it: NVML says whether it still holds"

@@ -245,7 +245,7 @@ class Agent:
             case RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
             case Tell():
-                self._sources.socket.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
+                self._sources.socket.publish(_seen(effect.incident, self.policy.mode))
             case Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
             case _:
@@ -365,7 +365,7 @@ def _to_leave_for(state: State) -> list[Incident]:
     ]
 
 
-def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> protocol.Seen:
+def _seen(incident: Incident, mode: Mode) -> protocol.Seen:
     """Return what jobs get of an incident.
 
     An agent that only observes reports and changes nothing: no watcher, of an older version either, may leave the node.
@@ -384,6 +384,6 @@ def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> pro
         pci=incident.pci,
         gpu=incident.gpu,
         why=why[:500],
-        drained=incident.outcome is Outcome.DRAINED if drained is None else drained,
+        drained=incident.outcome is Outcome.DRAINED,
         observed=observed,
     )

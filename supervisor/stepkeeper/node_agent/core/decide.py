@@ -11,7 +11,7 @@ import msgspec
 
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.answers import on_call_answered, on_nodes_answered
-from stepkeeper.node_agent.core.events import Alarm, Effect, ListJobs, Record, RecordDrain, Tell
+from stepkeeper.node_agent.core.events import Alarm, Effect, ListJobs, Tell
 from stepkeeper.node_agent.core.incidents import (
     agreed,
     escalate,
@@ -21,8 +21,7 @@ from stepkeeper.node_agent.core.incidents import (
     opened,
     place,
     put,
-    record,
-    says_more,
+    recorded,
     stands,
     suspicion,
     wants_agreement,
@@ -72,28 +71,25 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
             decision = Decision(state)
         case _:
             assert_never(event)  # a new event without a branch fails mypy, not production
-    decision = _settle_due(decision, event.at, policy)
-    return proceed(decision, event.at, policy)
+    decision = proceed(_settle_due(decision, event.at, policy), event.at, policy)
+    return replace(decision, effects=recorded(state, decision.state) + decision.effects)
 
 
 def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
-    state = replace(state, observing=policy.mode is Mode.OBSERVE)
-    taken_up = [_taken_up(state, each, policy) for each in state.incidents]
-    state, effects = record(state, *(each for each in taken_up if each not in state.incidents))
+    incidents = tuple(_taken_up(state, each, policy) for each in state.incidents)
+    state = replace(state, observing=policy.mode is Mode.OBSERVE, incidents=incidents)
     drain = state.drain
     if drain is None:
-        return Decision(state, effects)
+        return Decision(state)
     why = ""
     if policy.mode is Mode.OBSERVE:
         drain = replace(drain, counted=True)  # an agent that only observes takes nothing back
     if drain.boot_id != state.boot_id and drain.repair is not Repair.REBOOT:
         drain = replace(drain, repair=Repair.REBOOT, passed=False)
         why = "the node was rebooted: its drain stays until the checks pass"
-    if drain != state.drain:
-        effects += (RecordDrain(drain=drain),)
     state = replace(state, drain=drain, watch_at=event.at)  # a person may have taken it away meanwhile
-    return Decision(state, effects, why)
+    return Decision(state, (), why)
 
 
 def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
@@ -125,8 +121,8 @@ def _on_gpus_reset(state: State, event: on.GpusReset) -> Decision:
     """Close what was left alone and asked for a reset: it has been made."""
     asked = [each for each in state.incidents if is_left_alone(each) and each.action is Action.DRAIN_RESET]
     over = [each for each in asked if each.last_at < event.at and (not event.pci or each.pci in ("", event.pci))]
-    state, effects = record(state, *(replace(each, outcome=Outcome.PASSED, outcome_why=event.why) for each in over))
-    return Decision(state, effects, event.why if effects else "")
+    state = put(state, *(replace(each, outcome=Outcome.PASSED, outcome_why=event.why) for each in over))
+    return Decision(state, (), event.why if over else "")
 
 
 def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decision:
@@ -137,9 +133,7 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if before is None:
         incident = opened(state, fault, event.at, policy)
         state = forget(put(state, incident), event.at, policy)
-        effects: tuple[Effect, ...] = (Record(incident=incident),)
-        if incident.action is not Action.LOG:
-            effects += (ListJobs(incident=incident.id),)
+        effects = () if incident.action is Action.LOG else (ListJobs(incident=incident.id),)
         return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
@@ -148,13 +142,10 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if before.settled and (incident.action is not before.action or agreed_later or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
-    if not says_more(before, incident):
+    if incident.action is before.action:
         return Decision(state)
-    effects = (Record(incident=incident),)
-    if before.action is Action.LOG and incident.action is not Action.LOG:
-        effects += (ListJobs(incident=incident.id),)
-    raised = incident.action is not before.action
-    return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
+    effects = (ListJobs(incident=incident.id),) if before.action is Action.LOG else ()
+    return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}")
 
 
 def _left_in_service(state: State, before: Incident, fault: Fault, policy: Policy) -> Decision:
@@ -164,7 +155,7 @@ def _left_in_service(state: State, before: Incident, fault: Fault, policy: Polic
     if fault.at <= before.last_at + policy.join_s or not fault.action.drains:
         return Decision(state)
     text = f"still there, and somebody returned the node with it: left in service: {fault.why}"
-    return Decision(state, (Record(incident=incident), Alarm(text=text, incident=incident.id)), text)
+    return Decision(state, (Alarm(text=text, incident=incident.id),), text)
 
 
 def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
@@ -194,7 +185,6 @@ def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decis
             state = put(state, incident)
             if incident.settled and incident.outcome is Outcome.NOTED:
                 return _settle(state, incident, event.at, policy)
-            return Decision(state, (Record(incident=incident),))
     return Decision(state)
 
 
@@ -226,10 +216,10 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
     outcome, why = _outcome(state, incident, at, policy)
     incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
     state = put(state, incident)
-    effects: tuple[Effect, ...] = (Record(incident=incident),)
+    effects: tuple[Effect, ...] = ()
     doubtful = outcome is Outcome.SUSPECTED and incident.action.drains  # no job leaves for it yet
     if incident.action is not Action.LOG and incident.boot_id == state.boot_id and not doubtful:
-        effects += (Tell(incident=incident, drained=False),)
+        effects += (Tell(incident=incident),)
     if outcome is Outcome.OBSERVED:
         effects += (Alarm(text=why, incident=incident.id),)
     return Decision(state, effects, why)

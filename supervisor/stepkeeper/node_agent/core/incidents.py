@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from stepkeeper.node_agent.core import events as on
-from stepkeeper.node_agent.core.events import Alarm, Effect, Record
+from stepkeeper.node_agent.core.events import Alarm, Effect, Record, RecordDrain
 from stepkeeper.node_agent.core.plan import Decision, suspected
 from stepkeeper.node_agent.core.state import CODES_MAX, PLACES_MAX, Incident, Outcome, Policy, State, is_unfinished
 from stepkeeper.node_agent.readings import NvmlState
@@ -75,7 +75,6 @@ def stands(incident: Incident, fault: Fault) -> bool:
 
 def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
     """Return the incident that a placed fault begins."""
-    sequence = fault.sequence if fault.sequence is not None and fault.source is Source.KERNEL else -1
     incident = Incident(
         id=_new_id(state, fault.at),
         first_at=fault.at,
@@ -86,21 +85,13 @@ def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
         name=fault.name,
         why=fault.why,
         settle_at=min(fault.at, at) + policy.gather_s,
-        codes=(fault.code,) if fault.code is not None else (),
         decisive=fault.code,
-        nvml_codes=(fault.code,) if fault.code is not None and fault.source is Source.NVML else (),
-        agreed=_says_itself(fault),
-        places=(fault.place,) if fault.place else (),
-        sources=(fault.source,),
-        pci=fault.pci or "",
-        gpu=fault.gpu,
-        instance=fault.instance,
+        count=0,
         text=fault.text,
         boot_id=fault.boot_id,
-        sequence=sequence,
         driver=state.driver,
     )
-    return _hurried(incident, fault)
+    return joined(incident, fault)
 
 
 def joined(incident: Incident, fault: Fault) -> Incident:
@@ -186,21 +177,22 @@ def says_more(before: Incident, after: Incident) -> bool:
     return same != before
 
 
-def put(state: State, incident: Incident) -> State:
-    """Return the state with an incident in its place, or as the newest."""
-    found = False
-    kept = []
-    for each in state.incidents:
-        found = found or each.id == incident.id
-        kept.append(incident if each.id == incident.id else each)
-    return replace(state, incidents=tuple(kept) if found else (*state.incidents, incident))
+def put(state: State, *incidents: Incident) -> State:
+    """Return the state with incidents in their places, or as the newest."""
+    known = {each.id: each for each in state.incidents} | {each.id: each for each in incidents}
+    return replace(state, incidents=tuple(known.values()))
 
 
-def record(state: State, *incidents: Incident) -> tuple[State, tuple[Effect, ...]]:
-    """Return the state with incidents in their places, and what writes them to the ledger."""
-    for incident in incidents:
-        state = put(state, incident)
-    return state, tuple(Record(incident=each) for each in incidents)
+def recorded(before: State, after: State) -> tuple[Effect, ...]:
+    """Return what the ledger has to hold of a change: a drain before its incidents, and its end behind theirs.
+
+    So who is killed in between still knows of the drain.
+    """
+    known = {each.id: each for each in before.incidents}
+    changed = [each for each in after.incidents if each.id not in known or says_more(known[each.id], each)]
+    drain = () if after.drain == before.drain else (RecordDrain(drain=after.drain),)
+    incidents = tuple(Record(incident=each) for each in changed)
+    return (*incidents, *drain) if after.drain is None else (*drain, *incidents)
 
 
 def forget(state: State, at: float, policy: Policy) -> State:
@@ -341,10 +333,9 @@ def on_looked(state: State, event: on.CallAnswered) -> Decision:
         for each in suspected(state)
         if each.id in state.call_incidents
     ]
-    state, effects = record(state, *found)
     # one that is not settled is settled anew, and said then
-    alarms = (Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
-    return Decision(state, (*effects, *alarms), "; ".join(each.outcome_why for each in found))
+    alarms = tuple(Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
+    return Decision(put(state, *found), alarms, "; ".join(each.outcome_why for each in found))
 
 
 def _agreed(incident: Incident, looked: on.Looked | None, state: State) -> Incident:

@@ -1,7 +1,7 @@
 """`/etc/stepkeeper/node.toml`: what the administrator decides about one node's agent.
 
-The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused,
-with those that are.  A key of 0.1 that is a constant now is passed over where it has the constant's value: the file
+The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused.  A
+key of 0.1 that is a constant now is passed over where it has the constant's value: the file
 that 0.1 installed said all of them.
 """
 
@@ -218,7 +218,6 @@ def parse(data: bytes, name: str) -> NodeConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
     _pass_over_constants(name, document)
-    _refuse_unknown(name, "", document, NodeConfig)
     try:
         config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
@@ -252,16 +251,3 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
             )
     if document.get("limits") == {}:
         del document["limits"]
-
-
-def _refuse_unknown(name: str, where: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in table.items():
-        if key not in known:
-            inside = f" in [{where}]" if where else ""
-            raise StepkeeperError(
-                f"{name}: `{key}` is not known{inside}; known are {', '.join(sorted(known))}", ExitCode.USAGE
-            )
-        inner = known[key]
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            _refuse_unknown(name, key, value, inner)

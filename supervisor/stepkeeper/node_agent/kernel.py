@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import select
 import stat
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node_agent.readings import Evidence, KernelGap, KernelRecord, Reading, Stoppable
-from stepkeeper.node_agent.xid.parse import SYSCTL
+from stepkeeper.node_agent.xid.parse import SYSCTL, unescape
 
 DEVICE = "/dev/kmsg"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -31,8 +30,6 @@ KERNEL = 0
 READABLE = "readable"  # in the values of `Evidence` about the device itself
 TRY_AGAIN_S = 60.0  # a device that is missing or not ours to read: that may change
 RECORDS_AT_ONCE = 1000  # then look whether to stop
-
-_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,17 +65,6 @@ def parse_record(data: bytes) -> Record | None:
     # what follows the first line feed are ` KEY=value` lines; one in the text itself is written as \x0a
     text = rest.partition(b"\n")[0]
     return Record(facility=priority >> FACILITY_SHIFT, sequence=sequence, usec=usec, text=text)
-
-
-def unescape(text: bytes) -> str:
-    r"""Undo the kernel's `\xNN`.
-
-    >>> unescape(rb"on two\x0alines")
-    'on two\nlines'
-    """
-    if b"\\" in text:
-        text = _ESCAPED.sub(lambda match: bytes((int(match[1], 16),)), text)
-    return text.decode(errors="replace")
 
 
 def boot_id(path: str = BOOT_ID) -> str:

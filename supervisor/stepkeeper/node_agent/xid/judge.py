@@ -28,7 +28,7 @@ from stepkeeper.node_agent.xid.catalogue import (
     Severity,
     Source,
 )
-from stepkeeper.node_agent.xid.parse import Report, canonical
+from stepkeeper.node_agent.xid.parse import Report, canonical, instance
 from stepkeeper.node_agent.xid.payload import Decoded
 
 OFF_THE_BUS: Final = 79
@@ -36,7 +36,6 @@ CLEAN_UP: Final = 45
 RECOVERY_CHANGED: Final = 154
 KEY_ROTATION: Final = 144  # what the number stood for before drivers with NVLink 5
 NVLINK5_DRIVER_MIN: Final = 560
-NO_INSTANCE: Final = 0xFFFFFFFF  # NVML's word for "not of MIG"
 
 
 def judge(
@@ -113,7 +112,7 @@ def judge_xid_event(
         code=event.code,
         pci=canonical(event.pci),
         gpu=event.uuid,
-        instance=_instance(event),
+        instance=instance(event.gpu_instance, event.compute_instance),
     )
 
 
@@ -229,15 +228,6 @@ def _branch(driver: str) -> int:
     """Return 570 for `570.86.15`; 0 where the version is not known."""
     branch = driver.partition(".")[0]
     return int(branch) if branch.isascii() and branch.isdecimal() else 0
-
-
-def _instance(event: NvmlXid) -> str:
-    parts = []
-    for name, number in (("GI", event.gpu_instance), ("CI", event.compute_instance)):
-        if number is None or number == NO_INSTANCE:
-            break
-        parts.append(f"{name} {number}")
-    return " ".join(parts)
 
 
 # From what NVML says of GPUs to faults.  Pure.  Only a change, or the first reading, makes a fault.

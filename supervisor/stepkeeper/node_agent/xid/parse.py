@@ -61,7 +61,7 @@ _NETFILTER = re.compile(
 )
 _DRIVER_LOADED = "NVRM: loading NVIDIA UNIX "
 _PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
-_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+_ESCAPE = re.compile(rb"\\x([0-9a-fA-F]{2})")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ def parse(record: str) -> Report | None:
             kind=Kind.XID,
             code=int(match["code"]),
             pci=_address(match),
-            instance=_instance(match["gi"], match["ci"]),
+            instance=instance(match["gi"], match["ci"]),
             payload=_without_process(record[match.end() :]),
             record=record[:TEXT_CHARACTERS_MAX],
         )
@@ -137,15 +137,15 @@ def canonical(pci: str) -> str:
     return _address(match) if match else pci.lower()
 
 
-def unescaped(text: str) -> str:
-    r"""Return text with the escapes of /dev/kmsg undone.  Split records first: `\x0a` is a line feed *in* a record.
+def unescape(text: bytes) -> str:
+    r"""Undo the escapes of /dev/kmsg.  Split records first: `\x0a` is a line feed *in* a record.
 
-    >>> unescaped(r"has\x0aNVRM: fallen")
+    >>> unescape(rb"has\x0aNVRM: fallen")
     'has\nNVRM: fallen'
     """
-    if "\\x" not in text:
-        return text
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    if b"\\x" in text:
+        text = _ESCAPE.sub(lambda match: bytes((int(match[1], 16),)), text)
+    return text.decode(errors="replace")
 
 
 def _address(match: re.Match[str]) -> str:
@@ -153,7 +153,8 @@ def _address(match: re.Match[str]) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
 
 
-def _instance(gi: str | None, ci: str | None) -> str:
+def instance(gi: str | int | None, ci: str | int | None) -> str:
+    """Return the slice of a GPU that a report is about: `GI 5 CI 0`; "" where it is about the whole."""
     if gi is None:
         return ""
     return f"GI {int(gi)}" if ci is None else f"GI {int(gi)} CI {int(ci)}"
@@ -237,7 +238,7 @@ def record_of(line: str, *, allow_injected: bool = False) -> str | None:
     user = (match["priority"] is not None and int(match["priority"]) >> 3 != 0) or facility not in (None, "kern")
     if user and not allow_injected:
         return None
-    record = unescaped(line[match.end() :])
+    record = unescape(line[match.end() :].encode(errors="replace"))
     return record.replace("#012", "\n") if record.startswith(_LOST_BEGINS) else record  # rsyslog's line feed
 
 

@@ -418,8 +418,8 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
 
 
 @pytest.mark.campaign
-def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu_agents: Agents) -> None:
-    """XID 31 is a program's mistake; where the programs of two users make it in one place, NVML is asked."""
+def test_jobs_are_noted_and_three_of_them_have_the_gpu_named(cluster: Lab, gpu_agents: Agents) -> None:
+    """XID 31 is a program's mistake; where the programs of two users make it in one place, a person is told."""
     node = cluster.node_names[0]
     gpu_agents.configure(node, test={"limits": {**QUICK, "join_s": 0.1}})
     gpu_agents.start(node)
@@ -432,7 +432,6 @@ def test_jobs_are_noted_and_three_of_them_have_the_gpu_checked(cluster: Lab, gpu
             cluster.cancel(job)
             cluster.wait_ended(job, 120)
     gpu_agents.wait_event(node, "alarm", text="3 faults (XID 31) at GPC 2 TPC 3 of this GPU in a day, over 3 jobs")
-    gpu_agents.wait_event(node, "alarm", text="the GPU passed its check")
     cluster.cancel(job)
     cluster.wait_ended(job, 120)
 

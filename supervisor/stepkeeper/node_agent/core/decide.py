@@ -99,8 +99,8 @@ def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
         return replace(incident, outcome=Outcome.OBSERVED, outcome_why="the agent only observes now")
     if rebooted and is_left_alone(incident):
         return replace(incident, outcome=Outcome.PASSED, outcome_why="the node was rebooted since")
-    if rebooted and incident.outcome is Outcome.SUSPECTED:
-        return replace(incident, outcome=Outcome.NOTED, outcome_why="the node was rebooted before a look at its GPUs")
+    if incident.outcome is Outcome.SUSPECTED and (rebooted or not incident.action.drains):  # the latter: of 0.1
+        return replace(incident, outcome=Outcome.NOTED, outcome_why="the agent ended before a look at the GPUs")
     if incident.outcome is Outcome.DRAINED and state.drain is None and not rebooted and policy.mode is Mode.ACT:
         why = "the ledger has no drain for it: the agent asks Slurm again"  # of a version that wrote them in that order
         return replace(incident, outcome=Outcome.OPEN, outcome_why=why)
@@ -112,7 +112,7 @@ def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decis
     since = state.nvml_since if state.nvml is event.state else event.at
     state = replace(state, nvml=event.state, nvml_since=since if event.state is NvmlState.READY else None)
     for incident in suspected(state):
-        if incident.action.drains and not wants_agreement(state, incident, policy):
+        if not wants_agreement(state, incident, policy):
             state = put(state, replace(incident, settled=False))
     return Decision(state)
 
@@ -138,7 +138,7 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
-    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
+    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and agreed(incident)
     if before.settled and (incident.action is not before.action or agreed_later or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
@@ -214,13 +214,17 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
     if action.severity > incident.action.severity:
         incident = replace(incident, action=action, escalated=escalated)
     outcome, why = _outcome(state, incident, at, policy)
-    incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
+    if suspicious := suspicion(incident, state.incidents, policy):
+        why = f"{suspicious}: run a field diagnostic of the GPU at the next occasion"
+    incident = replace(
+        incident, settled=True, outcome=outcome, outcome_why=why, named=incident.named or bool(suspicious)
+    )
     state = put(state, incident)
     effects: tuple[Effect, ...] = ()
-    doubtful = outcome is Outcome.SUSPECTED and incident.action.drains  # no job leaves for it yet
+    doubtful = outcome is Outcome.SUSPECTED  # no job leaves for it yet
     if incident.action is not Action.LOG and incident.boot_id == state.boot_id and not doubtful:
         effects += (Tell(incident=incident),)
-    if outcome is Outcome.OBSERVED:
+    if outcome is Outcome.OBSERVED or suspicious:
         effects += (Alarm(text=why, incident=incident.id),)
     return Decision(state, effects, why)
 
@@ -228,8 +232,6 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
 def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tuple[Outcome, str]:
     label = f"{incident.name} {incident.gpu_label}".strip()
     escalated = f" ({incident.escalated})" if incident.escalated else ""
-    if not incident.action.drains and (why := suspicion(incident, state.incidents, policy)):
-        return Outcome.SUSPECTED, f"{why}: the GPU is checked"
     if not incident.action.drains:
         return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
     if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:

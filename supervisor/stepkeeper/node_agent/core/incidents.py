@@ -223,8 +223,8 @@ def _new_id(state: State, at: float) -> str:
 # What comes back is more than it says it is.  Pure.
 #
 # The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) may be the
-# GPU's own where they come from one place on it, over jobs of different users: then the GPU is checked.  A drain
-# needs more, for any program can make such faults at will.
+# GPU's own where they come from one place on it, over jobs of different users: then a person is told.  A drain needs
+# NVML's word, for any program can make such faults at will.
 
 PROGRAMS_OWN = frozenset((43, 45))  # the GPU is fine, says NVIDIA: these never count against it
 
@@ -256,7 +256,7 @@ def escalate(
 def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) -> str:
     """Say that one place on a GPU cost several jobs their lives, and no job and no user was there each time.
 
-    "" where it is not so, or where the GPU has passed a check since.
+    "" where it is not so, or where that was said already.
     """
     if not _counts(incident):
         return ""
@@ -264,13 +264,13 @@ def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) ->
     before = [each for each in others if each.id != incident.id and _same(each, incident)]
     before = [each for each in before if each.first_at <= incident.first_at]
     since = incident.first_at - policy.restarts_within_s
-    since = max([since, *(each.last_at for each in before if each.checked)])
+    since = max([since, *(each.last_at for each in before if each.named)])
     counted = [
         each
         for each in [*before, incident]
         if each.first_at >= since
         and _counts(each)
-        and not each.checked
+        and not each.named
         and each.places == incident.places
         and not any(_same_cause(each, other, policy) for other in others)
     ]
@@ -328,11 +328,7 @@ OFF_THE_BUS = 79
 
 def on_looked(state: State, event: on.CallAnswered) -> Decision:
     """Decide what was suspected when the look began."""
-    found = [
-        _agreed(each, event.looked, state) if each.action.drains else _checked(each, event)
-        for each in suspected(state)
-        if each.id in state.call_incidents
-    ]
+    found = [_agreed(each, event.looked, state) for each in suspected(state) if each.id in state.call_incidents]
     # one that is not settled is settled anew, and said then
     alarms = tuple(Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
     return Decision(put(state, *found), alarms, "; ".join(each.outcome_why for each in found))
@@ -359,25 +355,6 @@ def _finds_it_well(incident: Incident, looked: on.Looked, state: State) -> bool:
         return incident.pci in looked.answering
     listened = state.nvml_since is not None and incident.first_at >= state.nvml_since
     return incident.pci in looked.well and (listened or incident.pci in looked.vouched)
-
-
-def _checked(incident: Incident, event: on.CallAnswered) -> Incident:
-    """Return what programs' faults in one place have led to: a drain only where the check itself finds something."""
-    why = incident.outcome_why
-    if event.looked is None:
-        return replace(incident, outcome=Outcome.NOTED, outcome_why=f"{why}; the GPU cannot be checked: {event.error}")
-    if incident.pci in event.looked.well:
-        text = f"{why}; the GPU passed its check: run a field diagnostic at the next occasion"
-        return replace(incident, outcome=Outcome.NOTED, outcome_why=text, checked=True)
-    return replace(
-        incident,
-        action=Action.DRAIN_RESET,
-        escalated=f"{why}; the GPU failed its check: {event.error}",
-        agreed=True,
-        settled=False,
-        outcome=Outcome.OPEN,
-        outcome_why="",
-    )
 
 
 def is_over(incident: Incident, looked: on.Looked | None, state: State) -> bool:

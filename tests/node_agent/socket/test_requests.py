@@ -160,9 +160,9 @@ def test_a_watcher_of_an_older_version_names_a_gpu_besides(agent: AgentProcess) 
         sock.send(b'{"type":"join","job_id":7,"restart_count":0}')
         sock.send(b'{"type":"look","job_id":7,"pci":"0000:3B:00.0; reboot","ordinal":-1,"why":"x"}')
         sock.recv(4096)
-        until(lambda: agent.said("event", "look_asked"), "the look", agent.words)
 
     by(GAMES, ask)
+    until(lambda: agent.said("event", "look_asked"), "the look", agent.words)
     assert not any("reboot" in str(word) for word in agent.words()), "nobody reads it"
 
 
@@ -204,7 +204,8 @@ def test_only_who_joined_a_job_here_may_expedite_it(agent: AgentProcess) -> None
     assert by(GAMES, expedites, agent.path, 7, 7, ["n1", "n2"]) == "accepted"
 
 
-def test_false_node_names_and_too_many_are_refused(agent: AgentProcess) -> None:
+def test_false_node_names_and_too_many_are_refused(agents: Any) -> None:
+    agent = agents(questions_per_uid=(1000.0, 1000.0))
     agent.job(7, GAMES)
     false = ("n1,n2", "n[1-9]", "n1 StartTime=now", "", "-n1", "n1\n", "../n1", "n" * 64, "né")
 

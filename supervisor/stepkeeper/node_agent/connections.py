@@ -7,7 +7,7 @@ import os
 import re
 import select
 import socket
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection
 
 import msgspec
@@ -38,9 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     packets: Rate = Rate(5.0, 20.0)  # of one connection
     packets_per_uid: Rate = Rate(50.0, 200.0)
     unjoined_s: float = 10.0  # a connection that has not joined is closed then
-    outgoing_max: int = 64  # messages that a peer has not read
-    outgoing_stuck_s: float = 10.0  # how long the kernel may refuse to take the next one
-    send_buffer_bytes: int = 32 * 1024
+    send_buffer_bytes: int = 64 * 1024  # what a peer has not read, in the kernel: about a hundred messages
     uids_max: int = 4096  # users remembered in each table below; a user with subordinate uids has 65,536
     looks: Rate = Rate(1.0, 10.0)
     looks_per_uid: Rate = Rate(0.1, 3.0)
@@ -136,13 +134,6 @@ class Connection:
         self.asking = False  # Slurm is asked about its `Join`
         self.rate = Bucket(limits.packets, now)
         self._limits = limits
-        self._outgoing: deque[bytes] = deque()
-        self._stuck_at: float | None = None
-
-    @property
-    def stuck(self) -> bool:
-        """Whether something waits for the peer to read."""
-        return bool(self._outgoing)
 
     def receive(self) -> bytes | None:
         """Return one packet, or None.
@@ -166,45 +157,22 @@ class Connection:
             raise EndedError("the peer left", blame=False)  # an empty packet looks the same
         return packet
 
-    def send(self, packet: bytes, now: float) -> None:
-        """Send, or keep it until the peer has read what came before.
+    def send(self, packet: bytes) -> None:
+        """Send.  A peer that was cut off because it did not read gets the open incidents when it joins again.
 
         Raises:
             EndedError: the peer left, or does not read.
         """
-        if len(self._outgoing) >= self._limits.outgoing_max:
-            raise EndedError(f"it has not read {self._limits.outgoing_max} messages")
-        self._outgoing.append(packet)
-        self.flush(now)
+        try:
+            self.socket.send(packet, socket.MSG_NOSIGNAL)
+        except BlockingIOError as error:
+            raise EndedError("it does not read what it is sent") from error
+        except OSError as error:
+            raise EndedError(error.strerror or "the connection broke", blame=False) from error
 
-    def flush(self, now: float) -> None:
-        """Send what waits, as far as the peer has room.
-
-        Raises:
-            EndedError: see `send`.
-        """
-        while self._outgoing:
-            try:
-                self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                self._stuck_at = now if self._stuck_at is None else self._stuck_at
-                return
-            except OSError as error:
-                raise EndedError(error.strerror or "the connection broke", blame=False) from error
-            self._outgoing.popleft()
-            self._stuck_at = None
-
-    def overdue(self, now: float) -> str | None:
-        """Return why the connection must end now, if it must."""
-        if self.job_id is None and not self.asking and now - self.opened_at > self._limits.unjoined_s:
-            return f"it did not join in {self._limits.unjoined_s:g} s"
-        if self._stuck_at is not None and now - self._stuck_at > self._limits.outgoing_stuck_s:
-            return f"it has read nothing for {self._limits.outgoing_stuck_s:g} s"
-        return None
-
-    def watchful(self) -> bool:
-        """Whether time alone can change something about it."""
-        return self.job_id is None or self.stuck
+    def overdue(self, now: float) -> bool:
+        """Whether the connection must end now, because its peer has not joined."""
+        return self.job_id is None and not self.asking and now - self.opened_at > self._limits.unjoined_s
 
 
 # Who may come in, and how often a peer may write.  Pure but for its memory of what was.

@@ -177,9 +177,9 @@ class AgentSocket:
         limit = max(0.0, min(wake_at) - time.monotonic()) if wake_at else None
         events = self._selector.select(limit)
         now = time.monotonic()
-        for key, mask in events:
+        for key, _ in events:
             if isinstance(key.data, Connection):
-                self._converse(key.data, mask, now)
+                self._converse(key.data, now)
         self._run_calls(now)
         if self._place is not None and any(key.fileobj is self._place.socket for key, _ in events):
             self._accept(self._place.socket, now)
@@ -240,15 +240,11 @@ class AgentSocket:
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._watch(now)
 
-    def _converse(self, connection: Connection, mask: int, now: float) -> None:
+    def _converse(self, connection: Connection, now: float) -> None:
         if connection.number not in self._connections:
             return  # ended earlier in this turn
         try:
-            if mask & selectors.EVENT_WRITE:
-                connection.flush(now)
-                self._select(connection)
-            if mask & selectors.EVENT_READ:
-                self._hear(connection, now)
+            self._hear(connection, now)
         except EndedError as error:
             self._end(connection, error, now)
 
@@ -268,18 +264,9 @@ class AgentSocket:
 
     def _send(self, connection: Connection, packet: bytes, now: float) -> None:
         try:
-            connection.send(packet, now)
+            connection.send(packet)
         except EndedError as error:
             self._end(connection, error, now)
-            return
-        self._select(connection)
-        if connection.stuck:
-            self._watch(now)
-
-    def _select(self, connection: Connection) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stuck else 0)
-        if self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
 
     def _end(self, connection: Connection, error: EndedError | None = None, now: float = 0.0) -> None:
         if self._connections.pop(connection.number, None) is None:
@@ -300,9 +287,9 @@ class AgentSocket:
     def _sweep(self, now: float) -> None:
         self._sweep_at = None
         for connection in list(self._connections.values()):
-            if why := connection.overdue(now):
-                self._end(connection, EndedError(why), now)
-        if any(each.watchful() for each in self._connections.values()):
+            if connection.overdue(now):
+                self._end(connection, EndedError(f"it did not join in {self._limits.unjoined_s:g} s"), now)
+        if any(each.job_id is None for each in self._connections.values()):
             self._watch(now)
 
     def _failed(self, error: BaseException) -> None:

@@ -49,19 +49,9 @@ class Remedies(_Table, frozen=True, kw_only=True):
     reboot: bool = False
 
 
-class Limits(_Table, frozen=True, kw_only=True):
-    """Constants that a test may shorten, in seconds and counts: see `core.state`, which says what each is for."""
+class Limits(Policy, frozen=True, kw_only=True):
+    """Constants that a test may shorten, in seconds and counts: those of `decide`, and these."""
 
-    gather_s: float = _POLICY.gather_s
-    join_s: float = _POLICY.join_s
-    repeat_within_s: float = _POLICY.repeat_within_s
-    restarts_within_s: float = _POLICY.restarts_within_s
-    restarts_max: int = _POLICY.restarts_max
-    retry_s: float = _POLICY.retry_s
-    retry_max_s: float = _POLICY.retry_max_s
-    watch_s: float = _POLICY.watch_s
-    idle_poll_s: float = _POLICY.idle_poll_s
-    check_again_s: float = _POLICY.check_again_s
     call_within_s: float = 10.0
     """Of one scontrol: a busy controller answers within seconds, and the call is tried again."""
 
@@ -127,19 +117,14 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
     @property
     def policy(self) -> Policy:
         """Return what `decide` goes by."""
-        return Policy(
+        limits = self.test.limits
+        return msgspec.structs.replace(
+            limits,
             mode=self.mode,
-            undrain=self.remedies.undrain,
-            reset_gpus=self.remedies.reset_gpus,
-            answer_within_s=max(_POLICY.answer_within_s, 2 * self.test.limits.call_within_s),
-            reboot=self.remedies.reboot,
+            answer_within_s=max(limits.answer_within_s, 2 * limits.call_within_s),
             agreement=self.test.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
+            **msgspec.structs.asdict(self.remedies),
             **msgspec.structs.asdict(self.breaker),
-            **{
-                key: value
-                for key, value in msgspec.structs.asdict(self.test.limits).items()
-                if key in Policy.__struct_fields__
-            },
         )
 
     def boot_id(self) -> str:

@@ -9,10 +9,12 @@ import select
 import socket
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 import structlog
 
+from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
 
 ROOT = 0
@@ -20,7 +22,7 @@ ROOT = 0
 # How much of anything one user, or all of them, may have of the agent.
 
 
-class Rate(msgspec.Struct, frozen=True, array_like=True):
+class Rate(NamedTuple):
     """So many a second, and so many at once."""
 
     per_s: float
@@ -51,52 +53,32 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     log_lines_per_uid: Rate = Rate(0.2, 5.0)
 
 
-class Bucket:
-    """A token bucket."""
-
-    __slots__ = ("_at", "_left", "_rate")
-
-    def __init__(self, rate: Rate, now: float) -> None:
-        self._rate = rate
-        self._left = rate.burst
-        self._at = now
-
-    def take(self, now: float) -> bool:
-        """Take one token, if there is one."""
-        self._left = min(self._rate.burst, self._left + (now - self._at) * self._rate.per_s)
-        self._at = now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
-
-
-class Buckets:
-    """One bucket a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
+class RateLimiters:
+    """One a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
 
     def __init__(self, rate: Rate, uids_max: int) -> None:
         self._rate = rate
         self._uids_max = uids_max
-        self._of: OrderedDict[int, Bucket] = OrderedDict()
+        self._of: OrderedDict[int, RateLimiter] = OrderedDict()
 
     def take(self, uid: int, now: float) -> bool:
         """Take one token of a user's, if there is one."""
-        bucket = self._of.get(uid)
-        if bucket is None:
+        limiter = self._of.get(uid)
+        if limiter is None:
             if len(self._of) >= self._uids_max:
                 self._of.popitem(last=False)
-            bucket = self._of[uid] = Bucket(self._rate, now)
+            limiter = self._of[uid] = RateLimiter(*self._rate)
         self._of.move_to_end(uid)
-        return bucket.take(now)
+        return limiter.take(now)
 
 
 class BoundedLog:
     """Logs what users cause, at a bounded rate; the lines left out are counted in the next one."""
 
-    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits, now: float) -> None:
+    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits) -> None:
         self._log = log
-        self._all = Bucket(limits.log_lines, now)
-        self._each = Buckets(limits.log_lines_per_uid, limits.uids_max)
+        self._all = RateLimiter(*limits.log_lines)
+        self._each = RateLimiters(limits.log_lines_per_uid, limits.uids_max)
         self._left_out = 0
 
     def room(self, now: float, uid: int) -> int | None:
@@ -132,7 +114,7 @@ class Connection:
         self.job_id: int | None = None  # joined
         self.restart_count = 0  # of that job's attempt
         self.asking = False  # Slurm is asked about its `Join`
-        self.rate = Bucket(limits.packets, now)
+        self.rate = RateLimiter(*limits.packets)
         self._limits = limits
 
     def receive(self) -> bytes | None:
@@ -181,11 +163,11 @@ class Connection:
 class Door:
     """Counts connections and messages.  Root is trusted, and always comes in."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.accepts = Bucket(limits.accepts, now)
-        self._accepts_of = Buckets(limits.accepts_per_uid, limits.uids_max)
-        self._packets_of = Buckets(limits.packets_per_uid, limits.uids_max)
+        self.accepts = RateLimiter(*limits.accepts)
+        self._accepts_of = RateLimiters(limits.accepts_per_uid, limits.uids_max)
+        self._packets_of = RateLimiters(limits.packets_per_uid, limits.uids_max)
 
     def refusal(self, uid: int, now: float, inside: Collection[Connection]) -> str:
         """Return why a user may not come in, or nothing."""

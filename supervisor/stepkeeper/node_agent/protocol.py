@@ -289,8 +289,9 @@ class AgentClient:
         except BlockingIOError as error:
             raise AgentSilentError("the node agent does not read") from error
         except OSError as error:
-            self._take_all()  # a refusal may have come before the end
-            raise AgentGoneError(f"the node agent has left: {error.strerror}{self._last_refusal()}") from error
+            while self._take():  # a refusal may have come before the end, which this raises
+                pass
+            raise AgentGoneError(f"the node agent has left: {error.strerror}") from error
 
     def join(self, job_id: int, restart_count: int, *, version: str = "", within_s: float = JOIN_WITHIN_S) -> Joined:
         """Join; `Seen` comes with `receive` from now on.  Raises AgentError."""
@@ -344,22 +345,12 @@ class AgentClient:
             except OSError as error:
                 raise AgentGoneError(f"the node agent has left: {error.strerror}") from error
             if not packet:
-                raise AgentGoneError("the node agent has left" + self._last_refusal())
+                refused = next((each for each in reversed(self._kept) if isinstance(each, Refused)), None)
+                raise AgentGoneError("the node agent has left" + (f": {refused.why}" if refused else ""))
             message = decode_from_agent(packet)
             if message is not None:
                 self._kept.append(message)
                 return True
-
-    def _take_all(self) -> None:
-        try:
-            while len(self._kept) < KEPT_MAX and self._take():
-                pass
-        except AgentGoneError:
-            return  # the caller says so
-
-    def _last_refusal(self) -> str:
-        refused = next((each for each in reversed(self._kept) if isinstance(each, Refused)), None)
-        return f": {refused.why}" if refused else ""
 
 
 def _what(message: ToAgent) -> str:

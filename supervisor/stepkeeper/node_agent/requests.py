@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, assert_never
 
 import structlog
 
-from stepkeeper.loop_tools import thread
+from stepkeeper.loop_tools import RateLimiter, thread
 from stepkeeper.node_agent import protocol
-from stepkeeper.node_agent.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, Limits, job_of
+from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Limits, RateLimiters, job_of
 from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequest
 from stepkeeper.node_agent.protocol import Accepted, ExpediteRequeue, Join, Joined, Look, Refused, Seen, ToAgent
 from stepkeeper.slurm.client import OwnedJob, SlurmError
@@ -89,7 +89,6 @@ class Requests:
         refusals: BoundedLog,
         limits: Limits,
         on_failure: Callable[[BaseException], None],
-        now: float,
     ) -> None:
         self._server = server
         self._joined = Joined(node=node, acts=acts, version=version)
@@ -102,12 +101,12 @@ class Requests:
         self._limits = limits
         self.questions = Questions(client, limits.questions_max, on_failure)
         self._asking: Counter[int] = Counter()  # questions that wait, by uid
-        self._questions = Bucket(limits.questions, now)
-        self._questions_of = Buckets(limits.questions_per_uid, limits.uids_max)
-        self._looks = Bucket(limits.looks, now)
-        self._looks_of = Buckets(limits.looks_per_uid, limits.uids_max)
-        self._expedites_of = Buckets(limits.expedites_per_uid, limits.uids_max)
-        self._granted = BoundedLog(log, limits, now)
+        self._questions = RateLimiter(*limits.questions)
+        self._questions_of = RateLimiters(limits.questions_per_uid, limits.uids_max)
+        self._looks = RateLimiter(*limits.looks)
+        self._looks_of = RateLimiters(limits.looks_per_uid, limits.uids_max)
+        self._expedites_of = RateLimiters(limits.expedites_per_uid, limits.uids_max)
+        self._granted = BoundedLog(log, limits)
 
     def handle(self, connection: Connection, message: ToAgent, now: float) -> None:
         """Answer one message, now or later."""

@@ -52,12 +52,11 @@ class AgentSocket:
         version: str = "",
         on_failure: Callable[[BaseException], object] = reraise,
     ) -> None:
-        now = time.monotonic()
         self._path = path
         self._log = log
         self._limits = limits = limits or Limits()
         self._on_failure = on_failure
-        self._refusals = BoundedLog(log, limits, now)
+        self._refusals = BoundedLog(log, limits)
         self._expediter = expedite_requeue.RequeueExpediter(client, log, on_failure=self._failed)
         self._requests = Requests(
             self,
@@ -72,7 +71,6 @@ class AgentSocket:
             refusals=self._refusals,
             limits=limits,
             on_failure=self._failed,
-            now=now,
         )
         self._place: Place | None = None
         self._selector = selectors.DefaultSelector()
@@ -80,7 +78,7 @@ class AgentSocket:
         self._calls: deque[Callable[[float], None]] = deque()
         self._connections: dict[int, Connection] = {}
         self._number = 0
-        self._door = Door(limits, now)
+        self._door = Door(limits)
         self._paused_until: float | None = None
         self._sweep_at: float | None = None
         self._closing = False

@@ -1,4 +1,4 @@
-"""Small rules: control group paths, buckets, the weight of the client."""
+"""Small rules: control group paths, rates, the weight of the client."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.node_agent.connections import (
     BoundedLog,
-    Bucket,
-    Buckets,
     Limits,
     Membership,
     Rate,
+    RateLimiters,
     parse_cgroup,
 )
 
@@ -77,21 +77,21 @@ def test_nothing_below_the_slice_of_users_names_a_job(text: str) -> None:
 
 @settings(max_examples=200, phases=GENERATE, deadline=None)
 @given(rate=st.floats(0.1, 100), burst=st.floats(1, 50), gaps=st.lists(st.floats(0, 5), max_size=60))
-def test_a_bucket_gives_no_more_than_its_rate_and_burst(rate: float, burst: float, gaps: list[float]) -> None:
-    bucket, now, taken = Bucket(Rate(rate, burst), 0.0), 0.0, 0
+def test_a_limiter_gives_no_more_than_its_rate_and_burst(rate: float, burst: float, gaps: list[float]) -> None:
+    limiter, now, taken = RateLimiter(rate, burst), 0.0, 0
     for gap in gaps:
         now += gap
-        taken += bucket.take(now)
+        taken += limiter.take(now)
 
     assert taken <= burst + rate * now + 1e-6
 
 
 def test_users_without_end_are_forgotten_oldest_first() -> None:
-    buckets = Buckets(Rate(0.0, 1.0), uids_max=10)
+    limiters = RateLimiters(Rate(0.0, 1.0), uids_max=10)
 
-    assert all(buckets.take(uid, 0.0) for uid in range(1000))
-    assert not buckets.take(990, 0.0), "the ten newest are still known"
-    assert buckets.take(989, 0.0), "no other is"
+    assert all(limiters.take(uid, 0.0) for uid in range(1000))
+    assert not limiters.take(990, 0.0), "the ten newest are still known"
+    assert limiters.take(989, 0.0), "no other is"
 
 
 def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
@@ -102,7 +102,7 @@ def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
         raise structlog.DropEvent
 
     log = structlog.wrap_logger(structlog.PrintLogger(), processors=[keep])
-    refusals = BoundedLog(log, Limits(), 0.0)
+    refusals = BoundedLog(log, Limits())
 
     for index in range(10_000):
         refusals.refused(index / 1000, uid=index % 50, what="join", why="no")

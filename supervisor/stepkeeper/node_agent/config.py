@@ -140,25 +140,18 @@ def load(path: Path | None) -> NodeConfig:
     """Read the configuration; without a path the usual file, and the defaults where that is missing.
 
     Raises:
-        StepkeeperError: it cannot be read or trusted, or a key or value in it is wrong.
+        StepkeeperError: it cannot be read, a key or value in it is wrong, or others may change it or what it names.
     """
+    chosen = path or DEFAULT_PATH
     try:
-        data = _trusted(path or DEFAULT_PATH)
+        _refuse_changeable(chosen.parent, chosen, follow=False)
+        config = parse(read_plain(chosen), str(chosen))
     except FileNotFoundError as error:
-        if path is None:
-            return _trusting(NodeConfig())
-        raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+        if path is not None:
+            raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+        config = NodeConfig()
     except OSError as error:
-        raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
-    return _trusting(parse(data, str(path or DEFAULT_PATH)))
-
-
-def _trusting(config: NodeConfig) -> NodeConfig:
-    """Return the configuration, once each file and directory that it makes the agent use is checked.
-
-    Raises:
-        StepkeeperError: others may change one of them.
-    """
+        raise StepkeeperError(f"{chosen}: {error.strerror}", ExitCode.USAGE) from error
     own_rows = str(SITE_FILE) if os.path.lexists(SITE_FILE) else ""
     for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
         if used:
@@ -178,12 +171,6 @@ def _trust(name: str, path: Path) -> None:
             _refuse_changeable(*(each for each in (path / "scontrol", path / "sinfo") if each.exists()))
     except OSError as error:
         raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
-
-
-def _trusted(path: Path) -> bytes:
-    """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
-    _refuse_changeable(path.parent, path, follow=False)
-    return read_plain(path)
 
 
 def _refuse_changeable(*paths: Path, follow: bool = True) -> None:

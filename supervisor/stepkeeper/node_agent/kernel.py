@@ -253,12 +253,8 @@ def read_counters(roots: Roots) -> tuple[Evidence, ...]:
 def gpu_addresses(roots: Roots) -> tuple[str, ...]:
     """Return the PCI addresses of NVIDIA's GPUs as the kernel knows them, with or without a driver."""
     devices = roots.sys / "bus/pci/devices"
-    return tuple(
-        name
-        for name in _names(devices)
-        if _file_text(devices / name / "vendor") == NVIDIA
-        and _file_text(devices / name / "class").startswith(DISPLAY_CLASS)
-    )
+    found = device_addresses(roots)
+    return tuple(name for name in found if _file_text(devices / name / "class").startswith(DISPLAY_CLASS))
 
 
 def device_addresses(roots: Roots) -> tuple[str, ...]:

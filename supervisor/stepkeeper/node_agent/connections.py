@@ -45,10 +45,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     looks: Rate = Rate(1.0, 10.0)
     looks_per_uid: Rate = Rate(0.1, 3.0)
     questions: Rate = Rate(5.0, 20.0)  # to Slurm
-    questions_per_uid: Rate = Rate(0.5, 5.0)
+    questions_per_uid: Rate = Rate(0.5, 8.0)  # a node with eight GPUs may have eight jobs of one user
     questions_max: int = 32  # waiting
     questions_per_uid_max: int = 4
-    expedites_per_uid: Rate = Rate(0.1, 10.0)  # requests that are new or changed: each costs Slurm calls
+    expedites_per_uid: Rate = Rate(0.1, 10.0)  # each costs Slurm calls
     log_lines: Rate = Rate(1.0, 20.0)
     log_lines_per_uid: Rate = Rate(0.2, 5.0)
 

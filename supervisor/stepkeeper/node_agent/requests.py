@@ -203,33 +203,30 @@ class Requests:
 
     def _expedite(self, connection: Connection, expedite: ExpediteRequeue, now: float) -> None:
         uid = connection.peer.uid
+        exclude = None if expedite.exclude is None else tuple(dict.fromkeys(expedite.exclude))
+        job_request = RequeueRequest(
+            job_id=expedite.job_id,
+            uid=None if uid == ROOT else uid,
+            restart_count=expedite.restart_count,
+            exclude=exclude,
+        )
         if expedite.job_id != connection.job_id:
             self._refuse(connection, "hasten", "join with this job first", now)
         elif not connection.restart_count <= expedite.restart_count < NUMBER_MAX:
             self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
         elif len(expedite.exclude or ()) > protocol.EXCLUDE_MAX:
             self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
-        elif not all(_NODE_NAME.fullmatch(name) for name in expedite.exclude or ()):
+        elif not all(_NODE_NAME.fullmatch(name) for name in exclude or ()):
             self._refuse(connection, "hasten", "a name in `exclude` that no node can have", now)
         elif not self._joined.acts:
             self._refuse(connection, "hasten", "the agent only observes", now)
+        elif uid != ROOT and not self._expedites_of.take(uid, now):
+            self._refuse(connection, "hasten", "too often: ask again in a minute", now)
+        elif not self._expediter.add(job_request):
+            self._refuse(connection, "hasten", "busy with other jobs", now)
         else:
-            job_request = RequeueRequest(
-                job_id=expedite.job_id,
-                uid=None if uid == ROOT else uid,
-                restart_count=expedite.restart_count,
-                exclude=None if expedite.exclude is None else tuple(dict.fromkeys(expedite.exclude)),
-            )
-            if uid != ROOT and not self._expediter.knows(job_request) and not self._expedites_of.take(uid, now):
-                self._refuse(connection, "hasten", "too often: ask again in a minute", now)
-                return
-            if not self._expediter.add(job_request):
-                self._refuse(connection, "hasten", "busy with other jobs", now)
-                return
             if (left_out := self._granted.room(now, uid)) is not None:
-                self._log.info(
-                    "expedite_accepted", job=expedite.job_id, uid=uid, exclude=job_request.exclude, left_out=left_out
-                )
+                self._log.info("expedite_accepted", job=expedite.job_id, uid=uid, exclude=exclude, left_out=left_out)
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

@@ -189,7 +189,8 @@ def recorded(before: State, after: State) -> tuple[Effect, ...]:
     So who is killed in between still knows of the drain.
     """
     known = {each.id: each for each in before.incidents}
-    changed = [each for each in after.incidents if each.id not in known or says_more(known[each.id], each)]
+    touched = [each for each in after.incidents if known.get(each.id) is not each]
+    changed = [each for each in touched if each.id not in known or says_more(known[each.id], each)]
     drain = () if after.drain == before.drain else (RecordDrain(drain=after.drain),)
     incidents = tuple(Record(incident=each) for each in changed)
     return (*incidents, *drain) if after.drain is None else (*drain, *incidents)

@@ -137,6 +137,32 @@ class Clock:
         return msgspec.structs.replace(job, preempt_at=preempt_at, end_at=end_at)
 
 
+class RateLimiter:
+    """Grants `burst` at once, and `per_s` more each second, never more than `burst` in store."""
+
+    __slots__ = ("_at", "_burst", "_per_s", "_stored")
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s = per_s
+        self._burst = self._stored = burst
+        self._at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Take one, if there is one.
+
+        >>> limiter = RateLimiter(per_s=0.1, burst=2)
+        >>> [limiter.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
+        [True, True, False, True, False]
+        """
+        if self._at is not None:
+            self._stored = min(self._burst, self._stored + max(0.0, now - self._at) * self._per_s)
+        self._at = now
+        if self._stored < 1.0:
+            return False
+        self._stored -= 1.0
+        return True
+
+
 ERROR_CHARACTERS_MAX = 300
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -229,7 +229,6 @@ class Agents:
         test: dict[str, Any] = {
             "allow_injected": True,
             "only_pci_prefix": f"{self.domains[node]}:",
-            "previous_journal": False,
             "nvml": bool(self.nvml),
         }
         limits = {"health_every_s": 1.0, **self.settings[node].get("test", {}).get("limits", {})}

@@ -66,13 +66,13 @@ def test_any_number_of_gpus_is_fine_where_none_is_expected(nvml: FakeNvml) -> No
 def test_a_lost_gpu_makes_the_node_unfit(nvml: FakeNvml) -> None:
     nvml.answer("nvmlDeviceGetTemperature", fake_nvml.GPU_IS_LOST, gpu=2)
     report = run_checks(Wanted(gpus=4), WITHIN_S)
-    assert report.problems == ("GPU 2 0000:12:00.0: lost",)
+    assert report.problems == ("GPU 2 0000:12:00.0: NVML says that the GPU is lost",)
     assert report.figures["gpus_lost"] == 1
 
 
 def test_a_gpu_lost_before_it_was_listed_makes_the_node_unfit(nvml: FakeNvml) -> None:
     nvml.lose(2)
-    assert "GPU 2: lost" in run_checks(Wanted(), WITHIN_S).problems
+    assert "GPU 2: NVML says that the GPU is lost" in run_checks(Wanted(), WITHIN_S).problems
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_a_failed_remapping_is_a_problem_and_a_pending_one_a_warning_unless_aske
     nvml.set(0, rows_failed=1)
     nvml.set(1, rows_pending=1)
     usual = run_checks(Wanted(gpus=4), WITHIN_S)
-    assert usual.problems == ("GPU 0 0000:10:00.0: a row could not be remapped",)
-    assert usual.warnings == ("GPU 1 0000:11:00.0: a remapped row waits for a reset",)
+    assert usual.problems == ("GPU 0 0000:10:00.0: NVML: a memory row could not be remapped",)
+    assert usual.warnings == ("GPU 1 0000:11:00.0: NVML: a memory row waits for a reset to be remapped",)
     assert len(run_checks(Wanted(gpus=4, pending_is_problem=True), WITHIN_S).problems) == 2
 
 

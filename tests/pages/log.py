@@ -95,7 +95,7 @@ MEANINGS = {
     "ledger_late": "the ledger was not durable in time at the end",
     "ledger_not_written": "the ledger cannot be written: no drain is made without it",
     "ledger_written_again": "the ledger is up to date again",
-    "look_asked": "a job asks the agent to check a GPU; only what the agent then sees counts",
+    "look_asked": "a job asks the agent to look at the GPUs; only what the agent then sees counts",
     "nvml": "the state of NVML",
     "sensor_sees_again": "a sensor that was blind works again",
     "setup_problem": "the agent's own setup is wrong: what was found, what it means, what to do",

@@ -122,19 +122,15 @@ def _document(row: Row | SwitchRow) -> dict[str, Any]:
 def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) -> None:
     if not as_json:
         _say_columns("FAULT", "PCI", "ACTION", "FAULT OF", "WHY")
-
-    def read(count: int) -> bytes:
-        sys.stdout.flush()  # faults of a log that still grows are shown at once
-        return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # it is buffered
-
     with opened(name, "a file with lines of a kernel log") as file:
-        for sighting in scan(read, allow_injected=allow_injected):
+        for sighting in scan(file, allow_injected=allow_injected):
             fault = judge(sighting.report, at=0.0, source=Source.KERNEL, catalogue=known, gpu=sighting.gpu)
             if as_json:
                 printing.say_json_line(_found(sighting, fault, known))
             else:
                 why = f"{fault.instance}: {fault.why}" if fault.instance else fault.why
                 _say_columns(fault.name, fault.pci or "-", fault.action.value, fault.domain.value, why)
+            sys.stdout.flush()  # the log may still grow
 
 
 def _found(sighting: Sighting, fault: Fault, known: Catalogue) -> dict[str, Any]:

@@ -6,8 +6,6 @@ systemd's watchdog, and deadlines are looked at in every turn, so no flood can p
 
 from __future__ import annotations
 
-import functools
-import queue
 import threading
 from collections.abc import Sequence
 
@@ -40,7 +38,6 @@ from stepkeeper.node_agent.readings import (
     NvmlXid,
     Reading,
 )
-from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.runtime import Acts, Do, Inbox, Item, Sources, Stop, Systemd, reset_gpus
 from stepkeeper.node_agent.setup import SetupWatch
 from stepkeeper.node_agent.xid.catalogue import Action, Catalogue
@@ -97,12 +94,12 @@ class Agent:
             noted=self._wait_for_ledger,
             mistaken=setup.mistaken,
         )
-        self._asked: queue.SimpleQueue[LookRequest] = queue.SimpleQueue()
+        self._look_asked = threading.Event()
         self._sources = Sources(
             config,
             state,
             client=client,
-            on_look=self._asked.put,
+            on_look=self._look_asked.set,
             open_incidents=self._seen,
             inbox=self.inbox,
             log=log,
@@ -136,7 +133,8 @@ class Agent:
         self._record_boot()
         self._feed(on.Started(at=self.inbox.clock.now()))
         self._sources.start()
-        self.inbox.run_optional("look", self._look)
+        if self.config.test.nvml:
+            self.inbox.run_optional("look", self._look)
         self._on_clock()
         self._systemd.say(READY="1", STATUS=self._status())
         self._setup.start()
@@ -164,34 +162,22 @@ class Agent:
     def _seen(self) -> list[protocol.Seen]:
         """Return the open incidents of this boot: what a job gets when it joins.  Safe on any thread."""
         state = self.state  # a frozen record: one look at it is consistent
-        return [_seen(each, self.policy.mode) for each in state.incidents if _is_open(each, state)]
+        return [_seen(each, self.policy.mode) for each in _to_leave_for(state) if each.settled]
 
     def _look(self) -> None:
-        """Take a fresh look whenever a job asks, and answer with the number of faults to leave the node for.
+        """Take a fresh look whenever a job asks.  What the asker believes has no part in it.
 
-        What the asker believes has no part in it.  All who ask during a look share the next one: a stuck NVML makes
-        looks slow, and must not make them many.
+        All who ask during a look share the next one: a stuck NVML makes looks slow, and must not make them many.
         """
-        while True:
-            asked = [self._asked.get()]
-            while not self._asked.empty():
-                asked.append(self._asked.get())
-            if self.config.test.nvml:
-                self.inbox.guard("look", self._look_once)()
-            # behind what was just read, so that it counts
-            self.inbox.put(Do(functools.partial(self._answer_looks, asked)))
+        while self._look_asked.wait():
+            self._look_asked.clear()
+            self.inbox.guard("look", self._look_once)()
 
     def _look_once(self) -> None:
         found = nvml.once(LOOK_WITHIN_S)
         self.inbox.put(found.status)
         for health in found.health:
             self.inbox.put(health)
-
-    def _answer_looks(self, asked: Sequence[LookRequest]) -> None:
-        faults = [_seen(each, self.policy.mode) for each in _to_leave_for(self.state)]
-        found = sum(fault.action.drains for fault in faults)
-        for request in asked:
-            self._sources.socket.answer_look(request, found)
 
     # --- one item ---------------------------------------------------------------------------------
 
@@ -259,7 +245,7 @@ class Agent:
             case RecordDrain():
                 self._book.append(ledger.DrainLine(drain=effect.drain))
             case Tell():
-                self._sources.socket.publish(_seen(effect.incident, self.policy.mode, drained=effect.drained))
+                self._sources.socket.publish(_seen(effect.incident, self.policy.mode))
             case Alarm():
                 self.log.error("alarm", text=effect.text, incident=effect.incident)
             case _:
@@ -370,11 +356,6 @@ class Agent:
         return f"{self.policy.mode.value}: {bad} open faults{blind}{wrong}{drained}"
 
 
-def _is_open(incident: Incident, state: State) -> bool:
-    counts = incident.action.drains and incident.outcome not in NOT_TO_LEAVE_FOR
-    return incident.boot_id == state.boot_id and incident.settled and counts
-
-
 def _to_leave_for(state: State) -> list[Incident]:
     """Return the faults that ask for a drain and are not over: settled or not, drained or only observed."""
     return [
@@ -384,7 +365,7 @@ def _to_leave_for(state: State) -> list[Incident]:
     ]
 
 
-def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> protocol.Seen:
+def _seen(incident: Incident, mode: Mode) -> protocol.Seen:
     """Return what jobs get of an incident.
 
     An agent that only observes reports and changes nothing: no watcher, of an older version either, may leave the node.
@@ -403,6 +384,6 @@ def _seen(incident: Incident, mode: Mode, *, drained: bool | None = None) -> pro
         pci=incident.pci,
         gpu=incident.gpu,
         why=why[:500],
-        drained=incident.outcome is Outcome.DRAINED if drained is None else drained,
+        drained=incident.outcome is Outcome.DRAINED,
         observed=observed,
     )

@@ -1,7 +1,7 @@
 """Is this node fit for a launch?  One-shot checks that are over in time, whatever hangs.
 
-Used by the watchers before every launch, by `stepkeeper node check`, and by the agent before it returns a node to
-service.  What may hang (a mount, the driver) is tried in a child process; one that cannot be killed is left behind.
+Used by the watchers before every launch, and by `stepkeeper node check`.  What may hang (a mount, the driver) is tried
+in a child process; one that cannot be killed is left behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.node_agent.readings import GpuHealth, NvmlState
-from stepkeeper.node_agent.xid.payload import recovery
+from stepkeeper.node_agent.xid.catalogue import Action, packaged
+from stepkeeper.node_agent.xid.judge import judge_health
 
 ANSWER_BYTES_MAX = 4096
 DIES_WITHIN_S = 0.5
@@ -210,24 +211,15 @@ def _gpus(found: _Findings, wanted: Wanted, within_s: float) -> None:
 
 
 def _gpu(found: _Findings, health: GpuHealth, wanted: Wanted) -> None:
-    name = f"GPU {health.index}"
-    if health.pci:
-        name += f" {health.pci}"
-    if health.lost:
-        found.problems.append(f"{name}: lost")
-        return
+    """Judge one GPU by the rules that have the agent drain its node."""
+    name = f"GPU {health.index} {health.pci}".rstrip()
     if health.silent:
         found.problems.append(f"{name}: does not answer: {'; '.join(health.errors)}")
         return
-    if (asked := recovery(health.recovery_action)) is not None:
-        found.problems.append(f"{name}: {asked.why}")
-    if health.rows_failed:
-        found.problems.append(f"{name}: a row could not be remapped")
-    findings = found.problems if wanted.pending_is_problem else found.warnings
-    if health.rows_pending:
-        findings.append(f"{name}: a remapped row waits for a reset")
-    if health.pages_pending:
-        findings.append(f"{name}: a retired page waits for a reset")
-    if health.sram_threshold_exceeded:
-        found.warnings.append(f"{name}: too many SRAM errors")
-    found.warnings.extend(f"{name}: {error}" for error in health.errors)
+    for fault in judge_health(health, None, catalogue=packaged()):
+        if fault.action.drains or (fault.action is Action.DEFER_RESET and wanted.pending_is_problem):
+            found.problems.append(f"{name}: {fault.why}")
+        elif fault.action is Action.DEFER_RESET:
+            found.warnings.append(f"{name}: {fault.why}")
+    if not health.lost:
+        found.warnings.extend(f"{name}: {error}" for error in health.errors)

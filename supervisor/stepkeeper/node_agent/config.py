@@ -1,7 +1,7 @@
 """`/etc/stepkeeper/node.toml`: what the administrator decides about one node's agent.
 
-The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused,
-with those that are.  A key of 0.1 that is a constant now is passed over where it has the constant's value: the file
+The file decides about drains and reboots: only root may be able to change it.  A key that is not known is refused.  A
+key of 0.1 that is a constant now is passed over where it has the constant's value: the file
 that 0.1 installed said all of them.
 """
 
@@ -49,19 +49,9 @@ class Remedies(_Table, frozen=True, kw_only=True):
     reboot: bool = False
 
 
-class Limits(_Table, frozen=True, kw_only=True):
-    """Constants that a test may shorten, in seconds and counts: see `core.state`, which says what each is for."""
+class Limits(Policy, frozen=True, kw_only=True):
+    """Constants that a test may shorten, in seconds and counts: those of `decide`, and these."""
 
-    gather_s: float = _POLICY.gather_s
-    join_s: float = _POLICY.join_s
-    repeat_within_s: float = _POLICY.repeat_within_s
-    restarts_within_s: float = _POLICY.restarts_within_s
-    restarts_max: int = _POLICY.restarts_max
-    retry_s: float = _POLICY.retry_s
-    retry_max_s: float = _POLICY.retry_max_s
-    watch_s: float = _POLICY.watch_s
-    idle_poll_s: float = _POLICY.idle_poll_s
-    check_again_s: float = _POLICY.check_again_s
     call_within_s: float = 10.0
     """Of one scontrol: a busy controller answers within seconds, and the call is tried again."""
 
@@ -78,7 +68,6 @@ class Test(_Table, frozen=True, kw_only=True):
     boot_id_file: str = "/proc/sys/kernel/random/boot_id"
     only_pci_prefix: str = ""
     kernel_log: str = DEVICE
-    previous_journal: bool = True  # what the boot before left in the journal is read once
     nvml: bool = True
     limits: Limits = Limits()
 
@@ -128,19 +117,14 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
     @property
     def policy(self) -> Policy:
         """Return what `decide` goes by."""
-        return Policy(
+        limits = self.test.limits
+        return msgspec.structs.replace(
+            limits,
             mode=self.mode,
-            undrain=self.remedies.undrain,
-            reset_gpus=self.remedies.reset_gpus,
-            answer_within_s=max(_POLICY.answer_within_s, 2 * self.test.limits.call_within_s),
-            reboot=self.remedies.reboot,
+            answer_within_s=max(limits.answer_within_s, 2 * limits.call_within_s),
             agreement=self.test.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
+            **msgspec.structs.asdict(self.remedies),
             **msgspec.structs.asdict(self.breaker),
-            **{
-                key: value
-                for key, value in msgspec.structs.asdict(self.test.limits).items()
-                if key in Policy.__struct_fields__
-            },
         )
 
     def boot_id(self) -> str:
@@ -156,25 +140,18 @@ def load(path: Path | None) -> NodeConfig:
     """Read the configuration; without a path the usual file, and the defaults where that is missing.
 
     Raises:
-        StepkeeperError: it cannot be read or trusted, or a key or value in it is wrong.
+        StepkeeperError: it cannot be read, a key or value in it is wrong, or others may change it or what it names.
     """
+    chosen = path or DEFAULT_PATH
     try:
-        data = _trusted(path or DEFAULT_PATH)
+        _refuse_changeable(chosen.parent, chosen, follow=False)
+        config = parse(read_plain(chosen), str(chosen))
     except FileNotFoundError as error:
-        if path is None:
-            return _trusting(NodeConfig())
-        raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+        if path is not None:
+            raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+        config = NodeConfig()
     except OSError as error:
-        raise StepkeeperError(f"{path or DEFAULT_PATH}: {error.strerror}", ExitCode.USAGE) from error
-    return _trusting(parse(data, str(path or DEFAULT_PATH)))
-
-
-def _trusting(config: NodeConfig) -> NodeConfig:
-    """Return the configuration, once each file and directory that it makes the agent use is checked.
-
-    Raises:
-        StepkeeperError: others may change one of them.
-    """
+        raise StepkeeperError(f"{chosen}: {error.strerror}", ExitCode.USAGE) from error
     own_rows = str(SITE_FILE) if os.path.lexists(SITE_FILE) else ""
     for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
         if used:
@@ -196,12 +173,6 @@ def _trust(name: str, path: Path) -> None:
         raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
 
 
-def _trusted(path: Path) -> bytes:
-    """Return what stands in a file that only root, or we ourselves, can change.  Raises OSError, StepkeeperError."""
-    _refuse_changeable(path.parent, path, follow=False)
-    return read_plain(path)
-
-
 def _refuse_changeable(*paths: Path, follow: bool = True) -> None:
     """Raises OSError, StepkeeperError.  Not to `follow`: the last one may be no link."""
     for checked in paths:
@@ -219,7 +190,6 @@ def parse(data: bytes, name: str) -> NodeConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
     _pass_over_constants(name, document)
-    _refuse_unknown(name, "", document, NodeConfig)
     try:
         config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
@@ -239,7 +209,9 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
         ("catalogue",): str(SITE_FILE),
         ("health_every_s",): Limits().health_every_s,
         ("remedies", "reset_within_s"): _POLICY.reset_within_s,
-        **{(key,): getattr(Test(), key) for key in ("kernel_log", "previous_journal", "nvml")},
+        ("kernel_log",): DEVICE,
+        ("previous_journal",): True,  # what the agent had seen before a reboot is in its ledger
+        ("nvml",): True,
         **{("limits", key): value for key, value in msgspec.structs.asdict(Limits()).items()},
     }
     for (*tables, key), constant in constants.items():
@@ -251,16 +223,3 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
             )
     if document.get("limits") == {}:
         del document["limits"]
-
-
-def _refuse_unknown(name: str, where: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in table.items():
-        if key not in known:
-            inside = f" in [{where}]" if where else ""
-            raise StepkeeperError(
-                f"{name}: `{key}` is not known{inside}; known are {', '.join(sorted(known))}", ExitCode.USAGE
-            )
-        inner = known[key]
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            _refuse_unknown(name, key, value, inner)

@@ -7,18 +7,22 @@ import os
 import re
 import select
 import socket
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 import structlog
 
+from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
+
+ROOT = 0
 
 # How much of anything one user, or all of them, may have of the agent.
 
 
-class Rate(msgspec.Struct, frozen=True, array_like=True):
+class Rate(NamedTuple):
     """So many a second, and so many at once."""
 
     per_s: float
@@ -36,73 +40,45 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     packets: Rate = Rate(5.0, 20.0)  # of one connection
     packets_per_uid: Rate = Rate(50.0, 200.0)
     unjoined_s: float = 10.0  # a connection that has not joined is closed then
-    outgoing_max: int = 64  # messages that a peer has not read
-    outgoing_stuck_s: float = 10.0  # how long the kernel may refuse to take the next one
-    send_buffer_bytes: int = 32 * 1024
+    send_buffer_bytes: int = 64 * 1024  # what a peer has not read, in the kernel: about a hundred messages
     uids_max: int = 4096  # users remembered in each table below; a user with subordinate uids has 65,536
     looks: Rate = Rate(1.0, 10.0)
     looks_per_uid: Rate = Rate(0.1, 3.0)
-    looks_waiting_max: int = 4  # of one connection
-    look_within_s: float = 60.0
     questions: Rate = Rate(5.0, 20.0)  # to Slurm
-    questions_per_uid: Rate = Rate(0.5, 5.0)
+    questions_per_uid: Rate = Rate(0.5, 8.0)  # a node with eight GPUs may have eight jobs of one user
     questions_max: int = 32  # waiting
     questions_per_uid_max: int = 4
-    answers_kept: int = 256
-    answers_kept_s: float = 5.0
-    expedites_per_uid: Rate = Rate(0.1, 10.0)  # requests that are new or changed: each costs Slurm calls
-    jobs_max: int = 1024
-    jobs_per_uid_max: int = 128
+    expedites_per_uid: Rate = Rate(0.1, 10.0)  # each costs Slurm calls
     log_lines: Rate = Rate(1.0, 20.0)
     log_lines_per_uid: Rate = Rate(0.2, 5.0)
 
 
-class Bucket:
-    """A token bucket."""
-
-    __slots__ = ("_at", "_left", "_rate")
-
-    def __init__(self, rate: Rate, now: float) -> None:
-        self._rate = rate
-        self._left = rate.burst
-        self._at = now
-
-    def take(self, now: float) -> bool:
-        """Take one token, if there is one."""
-        self._left = min(self._rate.burst, self._left + (now - self._at) * self._rate.per_s)
-        self._at = now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
-
-
-class Buckets:
-    """One bucket a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
+class RateLimiters:
+    """One a user.  The user seen longest ago is forgotten first, so memory stays bounded."""
 
     def __init__(self, rate: Rate, uids_max: int) -> None:
         self._rate = rate
         self._uids_max = uids_max
-        self._of: OrderedDict[int, Bucket] = OrderedDict()
+        self._of: OrderedDict[int, RateLimiter] = OrderedDict()
 
     def take(self, uid: int, now: float) -> bool:
         """Take one token of a user's, if there is one."""
-        bucket = self._of.get(uid)
-        if bucket is None:
+        limiter = self._of.get(uid)
+        if limiter is None:
             if len(self._of) >= self._uids_max:
                 self._of.popitem(last=False)
-            bucket = self._of[uid] = Bucket(self._rate, now)
+            limiter = self._of[uid] = RateLimiter(*self._rate)
         self._of.move_to_end(uid)
-        return bucket.take(now)
+        return limiter.take(now)
 
 
 class BoundedLog:
     """Logs what users cause, at a bounded rate; the lines left out are counted in the next one."""
 
-    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits, now: float) -> None:
+    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits) -> None:
         self._log = log
-        self._all = Bucket(limits.log_lines, now)
-        self._each = Buckets(limits.log_lines_per_uid, limits.uids_max)
+        self._all = RateLimiter(*limits.log_lines)
+        self._each = RateLimiters(limits.log_lines_per_uid, limits.uids_max)
         self._left_out = 0
 
     def room(self, now: float, uid: int) -> int | None:
@@ -136,17 +112,10 @@ class Connection:
         self.peer = peer
         self.opened_at = now
         self.job_id: int | None = None  # joined
+        self.restart_count = 0  # of that job's attempt
         self.asking = False  # Slurm is asked about its `Join`
-        self.looks: dict[int, float] = {}  # number of the look -> answered until
-        self.rate = Bucket(limits.packets, now)
+        self.rate = RateLimiter(*limits.packets)
         self._limits = limits
-        self._outgoing: deque[bytes] = deque()
-        self._stuck_at: float | None = None
-
-    @property
-    def stuck(self) -> bool:
-        """Whether something waits for the peer to read."""
-        return bool(self._outgoing)
 
     def receive(self) -> bytes | None:
         """Return one packet, or None.
@@ -170,98 +139,22 @@ class Connection:
             raise EndedError("the peer left", blame=False)  # an empty packet looks the same
         return packet
 
-    def send(self, packet: bytes, now: float) -> None:
-        """Send, or keep it until the peer has read what came before.
+    def send(self, packet: bytes) -> None:
+        """Send.  A peer that was cut off because it did not read gets the open incidents when it joins again.
 
         Raises:
             EndedError: the peer left, or does not read.
         """
-        if len(self._outgoing) >= self._limits.outgoing_max:
-            raise EndedError(f"it has not read {self._limits.outgoing_max} messages")
-        self._outgoing.append(packet)
-        self.flush(now)
+        try:
+            self.socket.send(packet, socket.MSG_NOSIGNAL)
+        except BlockingIOError as error:
+            raise EndedError("it does not read what it is sent") from error
+        except OSError as error:
+            raise EndedError(error.strerror or "the connection broke", blame=False) from error
 
-    def flush(self, now: float) -> None:
-        """Send what waits, as far as the peer has room.
-
-        Raises:
-            EndedError: see `send`.
-        """
-        while self._outgoing:
-            try:
-                self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                self._stuck_at = now if self._stuck_at is None else self._stuck_at
-                return
-            except OSError as error:
-                raise EndedError(error.strerror or "the connection broke", blame=False) from error
-            self._outgoing.popleft()
-            self._stuck_at = None
-
-    def overdue(self, now: float) -> str | None:
-        """Return why the connection must end now, if it must."""
-        if self.job_id is None and not self.asking and now - self.opened_at > self._limits.unjoined_s:
-            return f"it did not join in {self._limits.unjoined_s:g} s"
-        if self._stuck_at is not None and now - self._stuck_at > self._limits.outgoing_stuck_s:
-            return f"it has read nothing for {self._limits.outgoing_stuck_s:g} s"
-        return None
-
-    def watchful(self) -> bool:
-        """Whether time alone can change something about it."""
-        return self.job_id is None or bool(self._outgoing) or bool(self.looks)
-
-
-# The jobs whose processes joined here: what `ExpediteRequeue` is checked against.  Pure, and bounded.
-
-ROOT = 0
-
-
-class JoinedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that ran on this node, for sure."""
-
-    job_id: int
-    uid: int  # who joined: the job's owner, or root
-    restart_count: int  # the highest that joined
-
-
-class JoinedJobs:
-    """Remembers the newest ones; each user has a share, so that none can push out another's."""
-
-    def __init__(self, *, jobs_max: int, per_uid_max: int) -> None:
-        self._jobs_max = jobs_max
-        self._per_uid_max = per_uid_max
-        self._jobs: OrderedDict[int, JoinedJob] = OrderedDict()
-        self._count: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def add(self, job_id: int, uid: int, restart_count: int) -> None:
-        """Remember a job whose owner was checked."""
-        known = self._jobs.get(job_id)
-        if known is not None:
-            if uid == ROOT:
-                uid = known.uid  # root watching a job does not take it from its owner
-            if known.uid == uid:
-                restart_count = max(restart_count, known.restart_count)
-            self._drop(job_id)
-        if self._count[uid] >= self._per_uid_max:
-            self._drop(next(each.job_id for each in self._jobs.values() if each.uid == uid))
-        elif len(self._jobs) >= self._jobs_max:
-            self._drop(next(iter(self._jobs)))
-        self._jobs[job_id] = JoinedJob(job_id=job_id, uid=uid, restart_count=restart_count)
-        self._count[uid] += 1
-
-    def joined_by(self, job_id: int, uid: int) -> JoinedJob | None:
-        """Return the job if this user joined it; root may speak for every job that joined."""
-        found = self._jobs.get(job_id)
-        return found if found is not None and uid in (found.uid, ROOT) else None
-
-    def _drop(self, job_id: int) -> None:
-        gone = self._jobs.pop(job_id)
-        self._count[gone.uid] -= 1
-        if not self._count[gone.uid]:
-            del self._count[gone.uid]
+    def overdue(self, now: float) -> bool:
+        """Whether the connection must end now, because its peer has not joined."""
+        return self.job_id is None and not self.asking and now - self.opened_at > self._limits.unjoined_s
 
 
 # Who may come in, and how often a peer may write.  Pure but for its memory of what was.
@@ -270,11 +163,11 @@ class JoinedJobs:
 class Door:
     """Counts connections and messages.  Root is trusted, and always comes in."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.accepts = Bucket(limits.accepts, now)
-        self._accepts_of = Buckets(limits.accepts_per_uid, limits.uids_max)
-        self._packets_of = Buckets(limits.packets_per_uid, limits.uids_max)
+        self.accepts = RateLimiter(*limits.accepts)
+        self._accepts_of = RateLimiters(limits.accepts_per_uid, limits.uids_max)
+        self._packets_of = RateLimiters(limits.packets_per_uid, limits.uids_max)
 
     def refusal(self, uid: int, now: float, inside: Collection[Connection]) -> str:
         """Return why a user may not come in, or nothing."""

@@ -129,7 +129,7 @@ class Evaluation:
     def _of_record(self, record: KernelRecord, at: float) -> list[on.Event]:
         if driver_loaded(record.text):
             loaded = on.GpusReset(at=record.at, why="the driver was loaded again, which resets every GPU")
-            return [] if self._prefix or record.sequence < 0 else [loaded]
+            return [] if self._prefix else [loaded]
         if (report := parse(record.text)) is None:
             found = announcement(record.text)
             if found is None or not self._is_there(found.pci):
@@ -137,16 +137,15 @@ class Evaluation:
             return [on.GpusListed(at=at, gpus=(Gpu(index=-1, pci=found.pci, uuid=found.uuid),))]
         if not self._is_there(report.pci):
             return []
-        from_journal = record.sequence < 0
         fault = judge(
             report,
             at=record.at,
-            source=Source.JOURNAL if from_journal else Source.KERNEL,
+            source=Source.KERNEL,
             catalogue=self.catalogue,
             recovery_action=self._recovery_action(report.pci, record.at),
             driver=self.driver,
             boot_id=record.boot_id,
-            sequence=None if from_journal else record.sequence,
+            sequence=record.sequence,
         )
         return [on.FaultSeen(at=at, fault=fault)]
 

@@ -196,12 +196,6 @@ class RequeueExpediter:
         with self._changed:
             return len(self._entries)
 
-    def knows(self, job_request: RequeueRequest) -> bool:
-        """Tell whether this very request is on its way."""
-        with self._changed:
-            known = self._entries.get(job_request.job_id)
-            return known is not None and known.job_request == job_request
-
     def add(self, job_request: RequeueRequest) -> bool:
         """Take a request; a later one for the same job replaces it.  False: there are too many."""
         with self._changed:

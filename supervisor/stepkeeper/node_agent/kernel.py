@@ -1,4 +1,4 @@
-"""What the kernel says: its log, what the journal kept of the log of the boot before, sysfs and /proc.
+"""What the kernel says: its log, sysfs and /proc.
 
 Of /dev/kmsg no record is missed or repeated, from the oldest one on that is still there.  A record says who wrote it:
 facility 0 is the kernel itself, and what user space wrote has another facility, whatever its text claims.  Only the
@@ -7,24 +7,19 @@ kernel's own records are passed on.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
-import re
 import select
 import stat
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import msgspec
 
 from stepkeeper.node_agent.readings import Evidence, KernelGap, KernelRecord, Reading, Stoppable
-from stepkeeper.node_agent.xid.parse import SYSCTL
+from stepkeeper.node_agent.xid.parse import SYSCTL, unescape
 
 DEVICE = "/dev/kmsg"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -35,8 +30,6 @@ KERNEL = 0
 READABLE = "readable"  # in the values of `Evidence` about the device itself
 TRY_AGAIN_S = 60.0  # a device that is missing or not ours to read: that may change
 RECORDS_AT_ONCE = 1000  # then look whether to stop
-
-_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,17 +65,6 @@ def parse_record(data: bytes) -> Record | None:
     # what follows the first line feed are ` KEY=value` lines; one in the text itself is written as \x0a
     text = rest.partition(b"\n")[0]
     return Record(facility=priority >> FACILITY_SHIFT, sequence=sequence, usec=usec, text=text)
-
-
-def unescape(text: bytes) -> str:
-    r"""Undo the kernel's `\xNN`.
-
-    >>> unescape(rb"on two\x0alines")
-    'on two\nlines'
-    """
-    if b"\\" in text:
-        text = _ESCAPED.sub(lambda match: bytes((int(match[1], 16),)), text)
-    return text.decode(errors="replace")
 
 
 def boot_id(path: str = BOOT_ID) -> str:
@@ -229,112 +211,6 @@ class KernelLog(Stoppable):
         self._callback(Evidence(at=time.time(), what="sensor", where=self._path, text=text, values=values))
 
 
-# Reads, once, what the journal keeps of the boot before this one: why the node went down, perhaps.
-#
-# /dev/kmsg begins anew with every boot.  A node without journald, or whose journal is not kept on disk, has nothing
-# to tell, and that is fine.
-
-JOURNALCTL = ("journalctl",)
-JOURNAL_LINES_MAX = 50_000  # the newest
-JOURNAL_BYTES_MAX = 64 * 1024 * 1024
-JOURNAL_WITHIN_S = 20.0
-ENDS_WITHIN_S = 1.0
-LOOKS_UP_S = 0.2  # to see whether the agent stops
-JOURNAL_FIELDS = "MESSAGE,SYSLOG_IDENTIFIER,SYSLOG_FACILITY"
-UNKNOWN_SEQUENCE = -1  # the journal does not keep the record's number
-USEC = 1_000_000
-
-
-def previous_boot(
-    callback: Callable[[KernelRecord], None],
-    *,
-    command: Sequence[str] = JOURNALCTL,
-    within_s: float = JOURNAL_WITHIN_S,
-    bytes_max: int = JOURNAL_BYTES_MAX,
-    stopped: threading.Event | None = None,
-) -> str:
-    """Hand over the kernel's records of the boot before, oldest first; return what was wrong, "" where nothing was.
-
-    Never raises; returns in time, or soon after `stopped` was set (and a second for journalctl to die).
-    """
-    arguments = [*command, "-k", "-b", "-1", "-o", "json", "--no-pager", "-q", "-n", str(JOURNAL_LINES_MAX)]
-    arguments.append(f"--output-fields={JOURNAL_FIELDS}")
-    try:
-        process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
-    except OSError as error:
-        return f"no journal: {command[0]}: {error.strerror}"
-    assert process.stdout is not None
-    code: int | None = None
-    try:
-        with process.stdout:
-            problem = _read_journal(process.stdout, callback, time.monotonic() + within_s, bytes_max, stopped)
-        if not problem:
-            code = process.wait(ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        problem = "journalctl does not end"
-    if code is None:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # on a disk that hangs: left behind
-            process.wait(ENDS_WITHIN_S)
-    return "no journal of the boot before" if code else problem
-
-
-def _read_journal(
-    stream: IO[bytes],
-    callback: Callable[[KernelRecord], None],
-    until: float,
-    bytes_max: int,
-    stopped: threading.Event | None,
-) -> str:
-    rest = b""
-    size = 0
-    while size < bytes_max:
-        left_s = until - time.monotonic()
-        if left_s <= 0 or (stopped is not None and stopped.is_set()):
-            return "the journal was not read to its end: out of time"
-        if not select.select([stream], [], [], min(left_s, LOOKS_UP_S))[0]:
-            continue
-        data = stream.read(1 << 16)
-        if not data:
-            return ""
-        size += len(data)
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            record = parse_journal(line)
-            if record is not None:
-                callback(record)
-    return f"the journal was not read to its end: more than {bytes_max} bytes"
-
-
-def parse_journal(line: bytes) -> KernelRecord | None:
-    """Return one entry; None where it is not the kernel's own, or not readable."""
-    try:
-        entry = json.loads(line)
-        if entry.get("SYSLOG_IDENTIFIER") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
-            return None  # user space wrote it to /dev/kmsg
-        message = entry["MESSAGE"]
-        return KernelRecord(
-            at=int(entry["__REALTIME_TIMESTAMP"]) / USEC,
-            boot_id=_dashed(str(entry["_BOOT_ID"])),
-            sequence=UNKNOWN_SEQUENCE,
-            text=_text(message),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None  # torn, or of a shape that no journald writes
-
-
-def _text(message: Any) -> str:
-    """Return the message: journald gives one that is not UTF-8 as a list of bytes."""
-    return message if isinstance(message, str) else bytes(message).decode(errors="replace")
-
-
-def _dashed(boot: str) -> str:
-    """Return the boot's id as the kernel writes it."""
-    return "-".join((boot[:8], boot[8:12], boot[12:16], boot[16:20], boot[20:]))
-
-
 # What sysfs and /proc say: counters and states that prove nothing, but help to understand a fault.
 #
 # `read_counters` returns everything, `news` what is worth a line: what has changed for the worse since the last time.
@@ -356,6 +232,7 @@ ACTIVE = "ACTIVE"
 PRESSURE_NEWS = 10.0  # per cent of the last ten seconds in which a process waited for memory
 FREE_NEWS = 0.02  # of a file system
 FILE_BYTES_MAX = 4096
+ENDS_WITHIN_S = 1.0  # a look that does not is left behind: it hangs in the kernel
 GIB = 1024**3
 
 
@@ -376,12 +253,8 @@ def read_counters(roots: Roots) -> tuple[Evidence, ...]:
 def gpu_addresses(roots: Roots) -> tuple[str, ...]:
     """Return the PCI addresses of NVIDIA's GPUs as the kernel knows them, with or without a driver."""
     devices = roots.sys / "bus/pci/devices"
-    return tuple(
-        name
-        for name in _names(devices)
-        if _file_text(devices / name / "vendor") == NVIDIA
-        and _file_text(devices / name / "class").startswith(DISPLAY_CLASS)
-    )
+    found = device_addresses(roots)
+    return tuple(name for name in found if _file_text(devices / name / "class").startswith(DISPLAY_CLASS))
 
 
 def device_addresses(roots: Roots) -> tuple[str, ...]:

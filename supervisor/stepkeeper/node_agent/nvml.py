@@ -7,7 +7,6 @@ child that dies is started again, and one that cannot even be killed is left beh
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import subprocess
@@ -32,15 +31,12 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
     start_takes_s: float = 20.0  # to read Python's files, on a busy node or a slow file system
     stuck_after_s: float = 10.0  # a call that lasts longer is reported, with XID 119 they last 6 to 45 s
-    stuck_again_s: float = 10.0  # then again after this long, and after twice as long, ...
-    stuck_again_max_s: float = 60.0
+    stuck_again_s: float = 30.0  # then again after this long
     abandon_after_s: float = 300.0  # a child stuck for this long is killed: a new one may fare better
-    restart_after_s: float = 1.0  # a dead child; twice as long after each death
-    restart_after_max_s: float = 60.0
+    restart_after_s: float = 1.0  # a child that ended, also for want of a driver; twice as long after each end
+    restart_after_max_s: float = 240.0
     lasted_s: float = 60.0  # a child that lived this long starts the count anew
-    absent_again_s: float = 300.0  # no library or no driver: one may be installed
-    absent_soon_s: float = 60.0  # at first: at boot the driver comes late
-    absent_lasts_s: float = 120.0  # then its absence is reported once more, with its length
+    absent_lasts_s: float = 120.0  # an absence is reported once more then, with its length: at boot the driver is late
 
 
 class Calls:
@@ -52,7 +48,6 @@ class Calls:
         self.hung_since = hung_since
         self._lanes: dict[str, tuple[Begins, float]] = {}
         self._report_at = 0.0
-        self._report_again_s = patience.stuck_again_s
         self.is_stuck = False
         self.begin(Begins(lane="", call=STARTING, takes_s=patience.start_takes_s), now)
 
@@ -74,17 +69,12 @@ class Calls:
         if overdue_s < self._patience.stuck_after_s:
             return None
         if not self.is_stuck:
-            self.is_stuck = True
-            self._report_at = now
-            self._report_again_s = self._patience.stuck_again_s
+            self.is_stuck, self._report_at = True, now
         if now < self._report_at:
             return None
-        self._report_at = now + self._report_again_s
-        self._report_again_s = min(2 * self._report_again_s, self._patience.stuck_again_max_s)
+        self._report_at = now + self._patience.stuck_again_s
         stuck_s = overdue_s if self.hung_since is None else now - self.hung_since
-        return NvmlStatus(
-            at=time.time(), state=NvmlState.STUCK, call=call, stuck_s=stuck_s, detail=f"{call} does not come back"
-        )
+        return _status(NvmlState.STUCK, f"{call} does not come back", call=call, stuck_s=stuck_s)
 
     def is_back(self, now: float) -> bool:
         """Tell, once, that what was stuck is not any more."""
@@ -96,10 +86,8 @@ class Calls:
     def wait_s(self, now: float) -> float:
         """Return after how many seconds there is something to report, or the child is to be abandoned."""
         overdue_s = self.worst(now)[1]
-        abandon_s = self._patience.abandon_after_s - overdue_s
-        if self.is_stuck:
-            return max(0.0, min(self._report_at - now, abandon_s))
-        return max(0.0, min(self._patience.stuck_after_s - overdue_s, abandon_s))
+        report_s = self._report_at - now if self.is_stuck else self._patience.stuck_after_s - overdue_s
+        return max(0.0, min(report_s, self._patience.abandon_after_s - overdue_s))
 
 
 class _Child:
@@ -202,22 +190,20 @@ class NvmlProcess(Stoppable):
         pause_s = patience.restart_after_s
         while True:
             began = time.monotonic()
-            wait_s = self._live_one_life()
-            if wait_s is None:
-                if time.monotonic() - began >= patience.lasted_s:
-                    pause_s = patience.restart_after_s
-                wait_s = pause_s
-                pause_s = min(2 * pause_s, patience.restart_after_max_s)
-            if self._stopped(wait_s):
+            self._live_one_life()
+            if time.monotonic() - began >= patience.lasted_s:
+                pause_s = patience.restart_after_s
+            if self._stopped(pause_s):
                 return
+            pause_s = min(2 * pause_s, patience.restart_after_max_s)
 
-    def _live_one_life(self) -> float | None:
-        """Start a child and follow it to its end; return how long to wait for the next, None: as after a death."""
+    def _live_one_life(self) -> None:
+        """Start a child and follow it to its end."""
         try:
             child = _Child(self._arguments)
         except OSError as error:
-            self._say(NvmlState.ENDED, f"cannot start the NVML process: {error}")
-            return None
+            self._callback(_status(NvmlState.ENDED, f"cannot start the NVML process: {error}"))
+            return
         self.pid = child.process.pid
         try:
             stuck_for_s = self._follow(child)
@@ -226,17 +212,13 @@ class NvmlProcess(Stoppable):
             code = child.end()
             if code is None:
                 self._outlive(child, stuck_for_s)
-                return None
+                return
         finally:
             self.pid = None
             child.close()
-        if code == readings.ENDS_ABSENT:
-            soon = self._absent_since is not None and not self._absence_reported
-            return min(self._patience.absent_soon_s if soon else math.inf, self._patience.absent_again_s)
-        if code != readings.ENDS_TO_BEGIN_ANEW and not self._stopped(0.0):
+        if code not in (readings.ENDS_ABSENT, readings.ENDS_TO_BEGIN_ANEW) and not self._stopped(0.0):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._say(NvmlState.ENDED, f"the NVML process ended: {how}; {child.said()}".rstrip("; "))
-        return None
+            self._callback(_status(NvmlState.ENDED, f"the NVML process ended: {how}; {child.said()}".rstrip("; ")))
 
     def _follow(self, child: _Child) -> float:
         """Pass on what the child says until it ends, we stop, or it is stuck for too long: return how long."""
@@ -262,19 +244,11 @@ class NvmlProcess(Stoppable):
     def _outlive(self, child: _Child, stuck_for_s: float) -> None:
         """Wait for a child that cannot be killed: a second one would only hang beside it.  Say so now and then."""
         since = time.monotonic() - stuck_for_s
-        again_s = self._patience.stuck_again_s
+        why = f"the NVML process {child.process.pid} cannot be killed: it hangs in the driver"
         while child.process.poll() is None:
-            self._callback(
-                NvmlStatus(
-                    at=time.time(),
-                    state=NvmlState.STUCK,
-                    stuck_s=time.monotonic() - since,
-                    detail=f"the NVML process {child.process.pid} cannot be killed: it hangs in the driver",
-                )
-            )
-            if self._stopped(again_s):
+            self._callback(_status(NvmlState.STUCK, why, stuck_s=time.monotonic() - since))
+            if self._stopped(self._patience.stuck_again_s):
                 return
-            again_s = min(2 * again_s, self._patience.stuck_again_max_s)
 
     def _pass_on(self, reading: Reading) -> None:
         if isinstance(reading, NvmlStatus):
@@ -301,9 +275,6 @@ class NvmlProcess(Stoppable):
         self._absence_reported = self._absence_reported or lasts
         return msgspec.structs.replace(status, stuck_s=for_s)
 
-    def _say(self, state: NvmlState, detail: str) -> None:
-        self._callback(NvmlStatus(at=time.time(), state=state, detail=detail))
-
 
 class Once(msgspec.Struct, frozen=True, kw_only=True):
     """What one look at NVML gave."""
@@ -318,7 +289,7 @@ def once(within_s: float) -> Once:
     try:
         child = _Child(["--once"])
     except OSError as error:
-        return Once(status=_status(NvmlState.ENDED, f"cannot start the NVML process: {error}"))
+        return Once(status=_status(NvmlState.ENDED, f"cannot start the NVML process: {error}", once=True))
     status: NvmlStatus | None = None
     health: list[GpuHealth] = []
     call, more = STARTING, True
@@ -336,20 +307,12 @@ def once(within_s: float) -> Once:
     finally:
         child.close()
     if more:
-        stuck = NvmlStatus(
-            at=time.time(),
-            state=NvmlState.STUCK,
-            call=call,
-            stuck_s=within_s,
-            once=True,
-            detail=f"no answer within {within_s:g} s: {call}",
-        )
-        return Once(status=stuck, health=tuple(health))
-    if status is None or code not in (0, readings.ENDS_ABSENT):
+        status = _status(NvmlState.STUCK, f"no answer within {within_s:g} s: {call}", call=call, stuck_s=within_s)
+    elif status is None or code not in (0, readings.ENDS_ABSENT):
         detail = f"the NVML process ended with {code} in {call}; {child.said()}".rstrip("; ")
         status = _status(NvmlState.ENDED, detail)
     return Once(status=msgspec.structs.replace(status, once=True), health=tuple(health))
 
 
-def _status(state: NvmlState, detail: str) -> NvmlStatus:
-    return NvmlStatus(at=time.time(), state=state, detail=detail, once=True)
+def _status(state: NvmlState, detail: str, *, call: str = "", stuck_s: float = 0.0, once: bool = False) -> NvmlStatus:
+    return NvmlStatus(at=time.time(), state=state, detail=detail, call=call, stuck_s=stuck_s, once=once)

@@ -95,9 +95,11 @@ class Lane:
     def __init__(self, name: str, say: Callable[[FromChild], None]) -> None:
         self.name = name
         self.say = say
+        self.newest = ""  # function that was called
 
     def call(self, function: str, *arguments: Any, of: str = "", takes_s: float = 0.0) -> Any:
         """Call one of pynvml's functions, said before.  Raises pynvml.NVMLError."""
+        self.newest = function
         self.say(Begins(lane=self.name, call=f"{function} of {of}" if of else function, takes_s=takes_s))
         return getattr(pynvml, function)(*arguments)
 
@@ -117,15 +119,6 @@ class Device:
     def __init__(self, handle: Any, gpu: Gpu) -> None:
         self.handle = handle
         self.gpu = gpu
-
-
-def begin(lane: Lane) -> NvmlStatus | None:
-    """Load the library; return why there is no NVML here, None where there is."""
-    try:
-        lane.call("nvmlInit")
-    except pynvml.NVMLError as error:
-        return NvmlStatus(at=time.time(), state=NvmlState.ABSENT, detail=f"nvmlInit: {error}")
-    return None
 
 
 class Listing:
@@ -443,14 +436,11 @@ def main(argv: list[str] | None = None) -> int:
     health = Lane(HEALTH, speaker.say)
     if not arguments.once:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    absent = begin(health)
-    if absent is not None:
-        speaker.say(absent)
-        return ENDS_ABSENT
     try:
+        health.call("nvmlInit")
         listing = Listing(health)
     except pynvml.NVMLError as error:
-        speaker.say(NvmlStatus(at=time.time(), state=NvmlState.ABSENT, detail=f"nvmlDeviceGetCount: {error}"))
+        speaker.say(NvmlStatus(at=time.time(), state=NvmlState.ABSENT, detail=f"{health.newest}: {error}"))
         return ENDS_ABSENT
     speaker.say(ready(health, listing.devices))
     if arguments.once:

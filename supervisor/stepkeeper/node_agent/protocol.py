@@ -42,7 +42,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 class Join(_Message, frozen=True, kw_only=True, tag="join"):
     """A watcher or supervisor of a job on this node: from now on `Seen` comes for the node's incidents.
 
-    The agent answers with `Joined` or `Refused`.  It remembers that the job ran here, for `ExpediteRequeue`.
+    The agent answers with `Joined` or `Refused`.  `Look` and `ExpediteRequeue` are about the job joined last.
     """
 
     job_id: int
@@ -51,12 +51,13 @@ class Join(_Message, frozen=True, kw_only=True, tag="join"):
 
 
 class Look(_Message, frozen=True, kw_only=True, tag="look"):
-    """A rank failed in a way that hardware may explain: look now.  The agent believes only what it then sees."""
+    """A rank failed in a way that hardware may explain: look at all GPUs now.
+
+    What the agent then sees comes as `Seen`, or nothing does.  It believes nothing else.
+    """
 
     job_id: int
-    pci: str = ""
-    ordinal: int | None = None  # as the job counts its GPUs
-    why: str = ""
+    why: str = ""  # for the agent's log
 
 
 class ExpediteRequeue(_Message, frozen=True, kw_only=True, tag="hasten"):
@@ -96,12 +97,6 @@ class Seen(_Message, frozen=True, kw_only=True, tag="seen"):
     observed: Action | None = None  # mode observe: what the fault asks for; no job leaves the node for it
 
 
-class Looked(_Message, frozen=True, kw_only=True, tag="looked"):
-    """The answer to `Look`; incidents that it found come as `Seen` before."""
-
-    found: int  # open incidents that a job should leave the node for; none where the agent only observes
-
-
 class Accepted(_Message, frozen=True, kw_only=True, tag="accepted"):
     """The answer to `ExpediteRequeue`: it will be done."""
 
@@ -114,7 +109,7 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
 
 
 ToAgent = Join | Look | ExpediteRequeue
-FromAgent = Joined | Seen | Looked | Accepted | Refused
+FromAgent = Joined | Seen | Accepted | Refused
 
 
 class _Tag(msgspec.Struct):
@@ -154,13 +149,12 @@ def decode_from_agent(packet: bytes) -> FromAgent | None:
 
 ANSWER_WITHIN_S = 5.0
 JOIN_WITHIN_S = 15.0  # the agent may have to ask Slurm
-LOOK_WITHIN_S = 65.0
 CONNECT_WITHIN_S = 2.0
 PACKETS_PER_RECEIVE = 64
 KEPT_MAX = 256
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _TIMEVAL = struct.Struct("ll")
-_Answer = TypeVar("_Answer", Joined, Looked, Accepted)
+_Answer = TypeVar("_Answer", Joined, Accepted)
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,8 +207,8 @@ def socket_path(environment: Mapping[str, str], node: str) -> str:
 class AgentClient:
     """One connection.  For one thread.
 
-    In a select loop: `fileno` becomes readable, then `receive`.  After `join`, `look` or `hasten` call `receive` once
-    too: what came before their answer was kept.
+    In a select loop: `fileno` becomes readable, then `receive`.  After `join` or `expedite` call `receive` once too:
+    what came before their answer was kept.
     """
 
     def __init__(self, path: str, *, trusted_uid: int = 0, connect_within_s: float = CONNECT_WITHIN_S) -> None:
@@ -295,24 +289,13 @@ class AgentClient:
         except BlockingIOError as error:
             raise AgentSilentError("the node agent does not read") from error
         except OSError as error:
-            self._take_all()  # a refusal may have come before the end
-            raise AgentGoneError(f"the node agent has left: {error.strerror}{self._last_refusal()}") from error
+            while self._take():  # a refusal may have come before the end, which this raises
+                pass
+            raise AgentGoneError(f"the node agent has left: {error.strerror}") from error
 
     def join(self, job_id: int, restart_count: int, *, version: str = "", within_s: float = JOIN_WITHIN_S) -> Joined:
         """Join; `Seen` comes with `receive` from now on.  Raises AgentError."""
         return self._ask(Join(job_id=job_id, restart_count=restart_count, version=version), Joined, within_s)
-
-    def look(
-        self,
-        job_id: int,
-        *,
-        pci: str = "",
-        ordinal: int | None = None,
-        why: str = "",
-        within_s: float = LOOK_WITHIN_S,
-    ) -> Looked:
-        """Have the agent look, and wait for what it finds.  Raises AgentError."""
-        return self._ask(Look(job_id=job_id, pci=pci, ordinal=ordinal, why=why[:200]), Looked, within_s)
 
     def expedite(
         self,
@@ -362,22 +345,12 @@ class AgentClient:
             except OSError as error:
                 raise AgentGoneError(f"the node agent has left: {error.strerror}") from error
             if not packet:
-                raise AgentGoneError("the node agent has left" + self._last_refusal())
+                refused = next((each for each in reversed(self._kept) if isinstance(each, Refused)), None)
+                raise AgentGoneError("the node agent has left" + (f": {refused.why}" if refused else ""))
             message = decode_from_agent(packet)
             if message is not None:
                 self._kept.append(message)
                 return True
-
-    def _take_all(self) -> None:
-        try:
-            while len(self._kept) < KEPT_MAX and self._take():
-                pass
-        except AgentGoneError:
-            return  # the caller says so
-
-    def _last_refusal(self) -> str:
-        refused = next((each for each in reversed(self._kept) if isinstance(each, Refused)), None)
-        return f": {refused.why}" if refused else ""
 
 
 def _what(message: ToAgent) -> str:

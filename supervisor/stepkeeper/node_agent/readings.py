@@ -20,7 +20,7 @@ class KernelRecord(_Reading, frozen=True, kw_only=True, tag="kernel_record"):
     """One record of the kernel's own log, never of a user-space writer unless injection is allowed."""
 
     boot_id: str
-    sequence: int  # -1 in what the journal gave: it does not keep the number
+    sequence: int
     text: str  # whole record; what the kernel escaped is unescaped, so it may hold line feeds
 
 

@@ -4,76 +4,44 @@ from __future__ import annotations
 
 import queue
 import re
-import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
-import msgspec
 import structlog
 
-from stepkeeper.loop_tools import thread
+from stepkeeper.loop_tools import RateLimiter, thread
 from stepkeeper.node_agent import protocol
-from stepkeeper.node_agent.connections import ROOT, BoundedLog, Bucket, Buckets, Connection, JoinedJobs, Limits, job_of
+from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Limits, RateLimiters, job_of
 from stepkeeper.node_agent.expedite_requeue import RequeueExpediter, RequeueRequest
-from stepkeeper.node_agent.protocol import (
-    Accepted,
-    ExpediteRequeue,
-    Join,
-    Joined,
-    Look,
-    Looked,
-    Refused,
-    Seen,
-    ToAgent,
-)
+from stepkeeper.node_agent.protocol import Accepted, ExpediteRequeue, Join, Joined, Look, Refused, Seen, ToAgent
 from stepkeeper.slurm.client import OwnedJob, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
 if TYPE_CHECKING:
     from stepkeeper.node_agent.server import AgentSocket
 
-# Slurm is asked whose job it is on a thread of its own: a controller that is away must not stop the socket.
-
 Answer = OwnedJob | SlurmError
 
 
 class Questions:
-    """Asks `owned_job`.  `ask` is called on one thread only, and `answered` comes on the asking one."""
+    """Asks Slurm whose job it is, on a thread of its own: a controller that is away must not stop the socket."""
 
-    def __init__(self, client: NodeCommands, limits: Limits, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, client: NodeCommands, most: int, on_failure: Callable[[BaseException], None]) -> None:
+        """At `most` so many wait."""
         self._client = client
-        self._limits = limits
-        self._queue: queue.Queue[tuple[int, int, Callable[[Answer], None]] | None] = queue.Queue(limits.questions_max)
-        self._lock = threading.Lock()
-        self._waiting: Counter[int] = Counter()  # by uid
-        self._kept: OrderedDict[int, tuple[float, Answer]] = OrderedDict()
-        self._rate = Bucket(limits.questions, time.monotonic())
-        self._rates = Buckets(limits.questions_per_uid, limits.uids_max)
+        self._queue: queue.Queue[tuple[int, Callable[[Answer], None]] | None] = queue.Queue(most)
         self._thread = thread("socket-questions", self._work, on_failure)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def ask(self, job_id: int, uid: int, answered: Callable[[Answer], None]) -> bool:
-        """Have Slurm asked; False: too many questions.  `answered` may come at once, or later on our thread."""
-        now = time.monotonic()
-        with self._lock:
-            kept = self._kept.get(job_id)
-            busy = self._waiting[uid] >= self._limits.questions_per_uid_max
-        if kept is not None and now - kept[0] < self._limits.answers_kept_s:
-            answered(kept[1])
-            return True
-        if busy or not self._rates.take(uid, now) or not self._rate.take(now):
-            return False
-        with self._lock:
-            self._waiting[uid] += 1
+    def ask(self, job_id: int, answered: Callable[[Answer], None]) -> bool:
+        """Have Slurm asked; `answered` comes on our thread.  False: too many wait."""
         try:
-            self._queue.put_nowait((job_id, uid, answered))
+            self._queue.put_nowait((job_id, answered))
         except queue.Full:
-            self._forget(uid)
             return False
         return True
 
@@ -88,44 +56,19 @@ class Questions:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._answer(*item)
-
-    def _answer(self, job_id: int, uid: int, answered: Callable[[Answer], None]) -> None:
-        answer: Answer
-        try:
-            answer = self._client.owned_job(job_id)
-        except SlurmError as error:
-            answer = error
-        with self._lock:
-            if not (isinstance(answer, SlurmError) and answer.unreachable):
-                self._kept[job_id] = (time.monotonic(), answer)
-                self._kept.move_to_end(job_id)
-                if len(self._kept) > self._limits.answers_kept:
-                    self._kept.popitem(last=False)
-        self._forget(uid)
-        answered(answer)
-
-    def _forget(self, uid: int) -> None:
-        with self._lock:
-            self._waiting[uid] -= 1
-            if self._waiting[uid] <= 0:
-                del self._waiting[uid]
+            job_id, answered = item
+            try:
+                answer: Answer = self._client.owned_job(job_id)
+            except SlurmError as error:
+                answer = error
+            answered(answer)
 
 
 NUMBER_MAX = 2**32  # of job ids and restart counts
-ORDINAL_MAX = 1024
 WHY_CHARACTERS_MAX = 200
 _HERE = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_PCI = re.compile(r"[0-9a-fA-F:.]{0,32}")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
-
-
-class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job asks the agent to look at the GPUs, all of them: what else it says is for the log, and no evidence."""
-
-    connection: int
-    number: int
 
 
 class Requests:
@@ -140,13 +83,12 @@ class Requests:
         version: str,
         client: NodeCommands,
         expediter: RequeueExpediter,
-        on_look: Callable[[LookRequest], None],
+        on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
         refusals: BoundedLog,
         limits: Limits,
         on_failure: Callable[[BaseException], None],
-        now: float,
     ) -> None:
         self._server = server
         self._joined = Joined(node=node, acts=acts, version=version)
@@ -157,13 +99,14 @@ class Requests:
         self._log = log
         self._refusals = refusals
         self._limits = limits
-        self.questions = Questions(client, limits, on_failure)
-        self.jobs = JoinedJobs(jobs_max=limits.jobs_max, per_uid_max=limits.jobs_per_uid_max)
-        self._looks = Bucket(limits.looks, now)
-        self._looks_of = Buckets(limits.looks_per_uid, limits.uids_max)
-        self._expedites_of = Buckets(limits.expedites_per_uid, limits.uids_max)
-        self._granted = BoundedLog(log, limits, now)
-        self._look_number = 0
+        self.questions = Questions(client, limits.questions_max, on_failure)
+        self._asking: Counter[int] = Counter()  # questions that wait, by uid
+        self._questions = RateLimiter(*limits.questions)
+        self._questions_of = RateLimiters(limits.questions_per_uid, limits.uids_max)
+        self._looks = RateLimiter(*limits.looks)
+        self._looks_of = RateLimiters(limits.looks_per_uid, limits.uids_max)
+        self._expedites_of = RateLimiters(limits.expedites_per_uid, limits.uids_max)
+        self._granted = BoundedLog(log, limits)
 
     def handle(self, connection: Connection, message: ToAgent, now: float) -> None:
         """Answer one message, now or later."""
@@ -194,17 +137,26 @@ class Requests:
         if member is not None and member.job_id == join.job_id and member.node in ("", self._joined.node):
             self._joins(connection, join, "control group", now)
             return
+        if not self._ask(connection.number, peer.uid, join, now):
+            self._refuse(connection, "join", "busy: ask again in a few seconds", now)
+            return
         connection.asking = True
-        number = connection.number
+        self._asking[peer.uid] += 1
+
+    def _ask(self, number: int, uid: int, join: Join, now: float) -> bool:
+        """Have Slurm asked, where that is not too much of one user or of all."""
 
         def answered(answer: Answer) -> None:
-            self._server.post(lambda now: self._judge(number, join, answer, now))
+            self._server.post(lambda now: self._judge(number, uid, join, answer, now))
 
-        if not self.questions.ask(join.job_id, peer.uid, answered):
-            connection.asking = False
-            self._refuse(connection, "join", "busy: ask again in a few seconds", now)
+        busy = self._asking[uid] >= self._limits.questions_per_uid_max
+        if busy or not self._questions_of.take(uid, now) or not self._questions.take(now):
+            return False
+        return self.questions.ask(join.job_id, answered)
 
-    def _judge(self, number: int, join: Join, answer: Answer, now: float) -> None:
+    def _judge(self, number: int, uid: int, join: Join, answer: Answer, now: float) -> None:
+        self._asking[uid] -= 1
+        self._asking += Counter()  # drops the users of whom none waits
         connection = self._server.connection(number)
         if connection is None:
             return  # it left while Slurm was asked
@@ -219,8 +171,7 @@ class Requests:
 
     def _joins(self, connection: Connection, join: Join, by: str, now: float) -> None:
         again = connection.job_id == join.job_id
-        connection.job_id = join.job_id
-        self.jobs.add(join.job_id, connection.peer.uid, join.restart_count)
+        connection.job_id, connection.restart_count = join.job_id, join.restart_count
         if not again and (left_out := self._granted.room(now, connection.peer.uid)) is not None:
             self._log.info(
                 "job_joined",
@@ -239,68 +190,43 @@ class Requests:
 
     def _look(self, connection: Connection, look: Look, now: float) -> None:
         uid = connection.peer.uid
-        if connection.job_id is None or look.job_id != connection.job_id:
+        if look.job_id != connection.job_id:
             self._refuse(connection, "look", "join with this job first", now)
-            return
-        wrong_ordinal = look.ordinal is not None and not 0 <= look.ordinal < ORDINAL_MAX
-        if wrong_ordinal or not _PCI.fullmatch(look.pci):
-            self._refuse(connection, "look", "no such GPU", now)
-            return
-        full = len(connection.looks) >= self._limits.looks_waiting_max
-        if full or not self._looks_of.take(uid, now) or not self._looks.take(now):
+        elif not self._looks_of.take(uid, now) or not self._looks.take(now):
             self._refuse(connection, "look", "too often: the agent also checks on its own schedule", now)
-            return
-        self._look_number += 1
-        connection.looks[self._look_number] = now + self._limits.look_within_s
-        why = _UNPRINTABLE.sub(" ", look.why[:WHY_CHARACTERS_MAX])
-        self._log.info("look_asked", job=look.job_id, uid=uid, pci=look.pci, ordinal=look.ordinal, why=why)
-        self._on_look(LookRequest(connection=connection.number, number=self._look_number))
-
-    def looked(self, request: LookRequest, found: int) -> None:
-        """Tell the asker what the agent found."""
-        connection = self._server.connection(request.connection)
-        if connection is not None and connection.looks.pop(request.number, None) is not None:
-            self._server.send(connection.number, Looked(found=found))
-
-    def give_up_looks(self, connection: Connection, now: float) -> None:
-        """Answer looks that the agent did not get to."""
-        for number, until in list(connection.looks.items()):
-            if now > until:
-                del connection.looks[number]
-                self._refuse(connection, "look", "the agent did not get to it in time", now)
+        else:
+            why = _UNPRINTABLE.sub(" ", look.why[:WHY_CHARACTERS_MAX])
+            self._log.info("look_asked", job=look.job_id, uid=uid, why=why)
+            self._on_look()
 
     # -- expedite -------------------------------------------------------------------------------------------------
 
     def _expedite(self, connection: Connection, expedite: ExpediteRequeue, now: float) -> None:
         uid = connection.peer.uid
-        job = self.jobs.joined_by(expedite.job_id, uid)
-        if job is None:
+        exclude = None if expedite.exclude is None else tuple(dict.fromkeys(expedite.exclude))
+        job_request = RequeueRequest(
+            job_id=expedite.job_id,
+            uid=None if uid == ROOT else uid,
+            restart_count=expedite.restart_count,
+            exclude=exclude,
+        )
+        if expedite.job_id != connection.job_id:
             self._refuse(connection, "hasten", "join with this job first", now)
-        elif not job.restart_count <= expedite.restart_count < NUMBER_MAX:
+        elif not connection.restart_count <= expedite.restart_count < NUMBER_MAX:
             self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
         elif len(expedite.exclude or ()) > protocol.EXCLUDE_MAX:
             self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
-        elif not all(_NODE_NAME.fullmatch(name) for name in expedite.exclude or ()):
+        elif not all(_NODE_NAME.fullmatch(name) for name in exclude or ()):
             self._refuse(connection, "hasten", "a name in `exclude` that no node can have", now)
         elif not self._joined.acts:
             self._refuse(connection, "hasten", "the agent only observes", now)
+        elif uid != ROOT and not self._expedites_of.take(uid, now):
+            self._refuse(connection, "hasten", "too often: ask again in a minute", now)
+        elif not self._expediter.add(job_request):
+            self._refuse(connection, "hasten", "busy with other jobs", now)
         else:
-            job_request = RequeueRequest(
-                job_id=expedite.job_id,
-                uid=None if uid == ROOT else uid,
-                restart_count=expedite.restart_count,
-                exclude=None if expedite.exclude is None else tuple(dict.fromkeys(expedite.exclude)),
-            )
-            if uid != ROOT and not self._expediter.knows(job_request) and not self._expedites_of.take(uid, now):
-                self._refuse(connection, "hasten", "too often: ask again in a minute", now)
-                return
-            if not self._expediter.add(job_request):
-                self._refuse(connection, "hasten", "busy with other jobs", now)
-                return
             if (left_out := self._granted.room(now, uid)) is not None:
-                self._log.info(
-                    "expedite_accepted", job=expedite.job_id, uid=uid, exclude=job_request.exclude, left_out=left_out
-                )
+                self._log.info("expedite_accepted", job=expedite.job_id, uid=uid, exclude=exclude, left_out=left_out)
             self._server.send(connection.number, Accepted())
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:

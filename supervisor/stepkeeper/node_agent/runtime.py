@@ -23,11 +23,10 @@ from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.events import AskNodes, CheckNode, Event, ListJobs, Reboot, ResetGpus, Resume, SetDrain
 from stepkeeper.node_agent.core.state import Mode, State
 from stepkeeper.node_agent.evaluate import Fitness
-from stepkeeper.node_agent.kernel import DEVICE, KernelLog, Position
+from stepkeeper.node_agent.kernel import KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
-from stepkeeper.node_agent.requests import LookRequest
 from stepkeeper.node_agent.server import AgentSocket, PlaceError
 from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
@@ -122,7 +121,6 @@ def listen_for_signals(inbox: Inbox) -> None:
 
 CAUGHT_UP_WITHIN_S = 10.0
 EVIDENCE_EVERY_S = 60.0
-JOURNALCTL_ENDS_WITHIN_S = 2.0
 
 
 class Sources:
@@ -134,7 +132,7 @@ class Sources:
         state: State,
         *,
         client: NodeCommands,
-        on_look: Callable[[LookRequest], None],
+        on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,
@@ -152,8 +150,6 @@ class Sources:
         self._evidence = kernel.EvidenceReader(
             inbox.put, every_s=EVIDENCE_EVERY_S, on_failure=lambda error: inbox.failed("evidence", error)
         )
-        self._stopped = threading.Event()
-        self._journal: threading.Thread | None = None
         self._nvml_lock = threading.Lock()
         self._nvml: NvmlProcess | None = None
         self.socket = AgentSocket(
@@ -181,21 +177,14 @@ class Sources:
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()
-        if self._config.test.previous_journal and self._config.test.kernel_log == DEVICE:
-            self._journal = self._inbox.run_optional(
-                "journal", lambda: kernel.previous_boot(self._take_line, stopped=self._stopped)
-            )
         self._kernel_log.caught_up.wait(CAUGHT_UP_WITHIN_S)
 
     def stop(self) -> None:
         """Stop all, each within its own limit."""
-        self._stopped.set()
         self.pause_nvml()
         self._kernel_log.stop()
         self._evidence.stop(kernel.ENDS_WITHIN_S)
         self.socket.close()
-        if self._journal is not None:
-            self._journal.join(JOURNALCTL_ENDS_WITHIN_S)
 
     def pause_nvml(self) -> None:
         """End the NVML process: while it lives, it holds the GPUs open."""
@@ -260,15 +249,15 @@ class Acts:
             case AskNodes():
                 self._ask_nodes(effect)
             case CheckNode():
-                self._check_node(effect)
+                self._call(effect.call, "check", self._check)
             case ResetGpus():
-                self._answer(effect.call, "reset", lambda: self._reset(effect.pcis))
+                self._call(effect.call, "reset", lambda: Fitness(unfit=self._reset(effect.pcis)))
             case SetDrain():
-                self._call(effect.call, lambda: self._client.drain(self._node, effect.reason))
+                self._call(effect.call, "slurm", lambda: self._client.drain(self._node, effect.reason))
             case Resume():
-                self._call(effect.call, lambda: self._client.resume(self._node), noted=True)
+                self._call(effect.call, "slurm", lambda: self._client.resume(self._node), noted=True)
             case Reboot():
-                self._call(effect.call, lambda: self._client.reboot(self._node, effect.reason), noted=True)
+                self._call(effect.call, "slurm", lambda: self._client.reboot(self._node, effect.reason), noted=True)
             case _:
                 assert_never(effect)
 
@@ -290,16 +279,15 @@ class Acts:
             return on.NodesAnswered(at=self._now(), call=effect.call, alone=effect.alone, took_s=took_s, error=error)
 
         def act() -> on.NodesAnswered:
-            size = 0
             nodes = (self._client.node(self._node),) if effect.alone else self._client.peers(self._node)
             took_s = time.monotonic() - began
-            if effect.alone and nodes and took_s >= effect.crowded_s:
-                size = self._cluster_size()
             own = next((each for each in nodes if each.name == self._node), None)
             if own is not None and (error := self._mistaken(own)):
                 return failed(error)  # nothing may be done to another machine's node
-            at, alone = self._now(), effect.alone
-            return on.NodesAnswered(at=at, call=effect.call, nodes=nodes, alone=alone, took_s=took_s, cluster_size=size)
+            size = self._cluster_size() if effect.alone and took_s >= effect.crowded_s else 0
+            return on.NodesAnswered(
+                at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, cluster_size=size
+            )
 
         self._inbox.ask("slurm", act, failed, expected=WRONG)
 
@@ -309,32 +297,19 @@ class Acts:
         except WRONG:
             return 0  # not known: Slurm is taken for busy, as it seemed
 
-    def _check_node(self, effect: CheckNode) -> None:
-        def act() -> on.CallAnswered:
-            found = self._check()
-            return on.CallAnswered(at=self._now(), call=effect.call, error=found.unfit, looked=found.looked)
-
-        self._inbox.ask("check", act, lambda error: self._answered(effect.call, error))
-
-    def _call(self, number: int, act: Callable[[], None], *, noted: bool = False) -> None:
+    def _call(self, number: int, part: str, act: Callable[[], Fitness | None], *, noted: bool = False) -> None:
         """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""
 
-        def called() -> str:
+        def answered(error: str = "", looked: on.Looked | None = None) -> on.CallAnswered:
+            return on.CallAnswered(at=self._now(), call=number, error=error, looked=looked)
+
+        def called() -> on.CallAnswered:
             if noted and (problem := self._noted()):
-                return problem
-            act()
-            return ""
+                return answered(problem)
+            found = act() or Fitness()
+            return answered(found.unfit, found.looked)
 
-        self._answer(number, "slurm", called)
-
-    def _answer(self, number: int, name: str, act: Callable[[], str]) -> None:
-        def failed(error: str) -> on.CallAnswered:
-            return self._answered(number, error)
-
-        self._inbox.ask(name, lambda: failed(act()), failed, expected=WRONG)
-
-    def _answered(self, number: int, error: str) -> on.CallAnswered:
-        return on.CallAnswered(at=self._now(), call=number, error=error)
+        self._inbox.ask(part, called, answered, expected=WRONG if part == "slurm" else ())
 
     def _now(self) -> float:
         return self._inbox.clock.now()

@@ -22,7 +22,7 @@ from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
 from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
-from stepkeeper.node_agent.requests import LookRequest, Requests
+from stepkeeper.node_agent.requests import Requests
 from stepkeeper.slurm.nodes import NodeCommands
 
 ACCEPTS_PER_TURN = 64
@@ -34,8 +34,8 @@ CLOSE_WITHIN_S = 5.0
 class AgentSocket:
     """Serves the jobs of this node.
 
-    `on_look` and `open_incidents` are called on the serving thread and must return at once.  `publish` and
-    `answer_look` may be called on any thread.  What fails by our own mistake goes to `on_failure`, and ends the thread.
+    `on_look` and `open_incidents` are called on the serving thread and must return at once.  `publish` may be called
+    on any thread.  What fails by our own mistake goes to `on_failure`, and ends the thread.
     """
 
     def __init__(
@@ -45,19 +45,18 @@ class AgentSocket:
         node: str,
         acts: bool,
         client: NodeCommands,
-        on_look: Callable[[LookRequest], None],
+        on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         log: structlog.typing.FilteringBoundLogger,
         limits: Limits | None = None,
         version: str = "",
         on_failure: Callable[[BaseException], object] = reraise,
     ) -> None:
-        now = time.monotonic()
         self._path = path
         self._log = log
         self._limits = limits = limits or Limits()
         self._on_failure = on_failure
-        self._refusals = BoundedLog(log, limits, now)
+        self._refusals = BoundedLog(log, limits)
         self._expediter = expedite_requeue.RequeueExpediter(client, log, on_failure=self._failed)
         self._requests = Requests(
             self,
@@ -72,7 +71,6 @@ class AgentSocket:
             refusals=self._refusals,
             limits=limits,
             on_failure=self._failed,
-            now=now,
         )
         self._place: Place | None = None
         self._selector = selectors.DefaultSelector()
@@ -80,7 +78,7 @@ class AgentSocket:
         self._calls: deque[Callable[[float], None]] = deque()
         self._connections: dict[int, Connection] = {}
         self._number = 0
-        self._door = Door(limits, now)
+        self._door = Door(limits)
         self._paused_until: float | None = None
         self._sweep_at: float | None = None
         self._closing = False
@@ -113,10 +111,6 @@ class AgentSocket:
                     self._send(connection, packet, now)
 
         self.post(broadcast)
-
-    def answer_look(self, request: LookRequest, found: int) -> None:
-        """Answer `Look`, after the incidents that were found have been published."""
-        self.post(lambda _: self._requests.looked(request, found))
 
     @property
     def alive(self) -> bool:
@@ -181,9 +175,9 @@ class AgentSocket:
         limit = max(0.0, min(wake_at) - time.monotonic()) if wake_at else None
         events = self._selector.select(limit)
         now = time.monotonic()
-        for key, mask in events:
+        for key, _ in events:
             if isinstance(key.data, Connection):
-                self._converse(key.data, mask, now)
+                self._converse(key.data, now)
         self._run_calls(now)
         if self._place is not None and any(key.fileobj is self._place.socket for key, _ in events):
             self._accept(self._place.socket, now)
@@ -244,15 +238,11 @@ class AgentSocket:
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._watch(now)
 
-    def _converse(self, connection: Connection, mask: int, now: float) -> None:
+    def _converse(self, connection: Connection, now: float) -> None:
         if connection.number not in self._connections:
             return  # ended earlier in this turn
         try:
-            if mask & selectors.EVENT_WRITE:
-                connection.flush(now)
-                self._select(connection)
-            if mask & selectors.EVENT_READ:
-                self._hear(connection, now)
+            self._hear(connection, now)
         except EndedError as error:
             self._end(connection, error, now)
 
@@ -272,18 +262,9 @@ class AgentSocket:
 
     def _send(self, connection: Connection, packet: bytes, now: float) -> None:
         try:
-            connection.send(packet, now)
+            connection.send(packet)
         except EndedError as error:
             self._end(connection, error, now)
-            return
-        self._select(connection)
-        if connection.stuck or connection.looks:
-            self._watch(now)
-
-    def _select(self, connection: Connection) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.stuck else 0)
-        if self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
 
     def _end(self, connection: Connection, error: EndedError | None = None, now: float = 0.0) -> None:
         if self._connections.pop(connection.number, None) is None:
@@ -304,11 +285,9 @@ class AgentSocket:
     def _sweep(self, now: float) -> None:
         self._sweep_at = None
         for connection in list(self._connections.values()):
-            if why := connection.overdue(now):
-                self._end(connection, EndedError(why), now)
-                continue
-            self._requests.give_up_looks(connection, now)
-        if any(each.watchful() for each in self._connections.values()):
+            if connection.overdue(now):
+                self._end(connection, EndedError(f"it did not join in {self._limits.unjoined_s:g} s"), now)
+        if any(each.job_id is None for each in self._connections.values()):
             self._watch(now)
 
     def _failed(self, error: BaseException) -> None:

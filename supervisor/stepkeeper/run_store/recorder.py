@@ -15,37 +15,10 @@ from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Announced, Launch, Ranks, State, Timer, Timers
+from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.reason_text import text
 from stepkeeper.run_store.journal import VERSION, Record
 from stepkeeper_trainer.formats.lease import Lease
-
-# How much of what repeats reaches the journal: a few at once, then one in a while.
-
-
-class RateLimiter:
-    """Grants `burst` at once, and one more every `every_s` seconds, never more than `burst` in store."""
-
-    def __init__(self, burst: int, every_s: float) -> None:
-        self._burst = burst
-        self._every_s = every_s
-        self._stored = float(burst)
-        self._at: float | None = None
-
-    def take(self, now: float) -> bool:
-        """Take one, if there is one.
-
-        >>> limiter = RateLimiter(burst=2, every_s=10.0)
-        >>> [limiter.take(at) for at in (0.0, 0.1, 0.2, 10.3, 10.4)]
-        [True, True, False, True, False]
-        """
-        if self._at is not None:
-            self._stored = min(self._burst, self._stored + max(0.0, now - self._at) / self._every_s)
-        self._at = now
-        if self._stored < 1.0:
-            return False
-        self._stored -= 1.0
-        return True
-
 
 SAMPLED = (on.Progressed, on.NodesPaced)
 SAVES = (on.SaveBegan, on.CheckpointCommitted)
@@ -65,12 +38,12 @@ class Recorder:
         self._number = 0  # of the newest record
         self._known = State()  # as a reader of the journal knows it
         self._limiters: dict[type[on.Event], RateLimiter] = {
-            on.Progressed: RateLimiter(1, policy.progress_every_s),
-            on.NodesPaced: RateLimiter(1, NODES_PACED_EVERY_S),
-            on.SaveBegan: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
-            on.CheckpointCommitted: RateLimiter(SAVES_AT_ONCE, SAVES_EVERY_S),
-            on.WatcherReady: RateLimiter(NODES_AT_ONCE, NODES_EVERY_S),
-            on.RankExited: RateLimiter(NODES_AT_ONCE, NODES_EVERY_S),
+            on.Progressed: RateLimiter(1 / policy.progress_every_s, 1),
+            on.NodesPaced: RateLimiter(1 / NODES_PACED_EVERY_S, 1),
+            on.SaveBegan: RateLimiter(1 / SAVES_EVERY_S, SAVES_AT_ONCE),
+            on.CheckpointCommitted: RateLimiter(1 / SAVES_EVERY_S, SAVES_AT_ONCE),
+            on.WatcherReady: RateLimiter(1 / NODES_EVERY_S, NODES_AT_ONCE),
+            on.RankExited: RateLimiter(1 / NODES_EVERY_S, NODES_AT_ONCE),
         }
 
     def record(self, before: State, event: on.Event, decision: Decision) -> Record | None:

@@ -62,15 +62,15 @@ def wrong(text: str) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_key_is_refused_with_those_that_are_known() -> None:
-    said = wrong('mod = "act"')
-
-    assert said.startswith("node.toml: `mod` is not known; known are ")
-    assert " mode," in said
+def test_an_unknown_key_is_refused_by_name() -> None:
+    assert wrong('mod = "act"') == "node.toml: Object contains unknown field `mod`"
 
 
 def test_an_unknown_key_of_a_table_names_the_table() -> None:
-    assert "`undrian` is not known in [remedies]" in wrong("[remedies]\nundrian = true")
+    said = wrong("[remedies]\nundrian = true")
+
+    assert "`undrian`" in said
+    assert "remedies" in said
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_is_a_constant_now_is_passed_over_or_refused_with_its_value() -> No
     said = wrong("[limits]\nwatch_s = 60")
     assert said == "node.toml: `limits.watch_s` is a constant since 1.0: 300.0; leave it out"
     assert "`nvml` is a constant since 1.0: true" in wrong("nvml = false")
-    assert "`limits` is not known" in wrong("[limits]\nwatsch_s = 60\n")
+    assert "unknown field `limits`" in wrong("[limits]\nwatsch_s = 60\n")
 
 
 # --- ledger ---------------------------------------------------------------------------------------

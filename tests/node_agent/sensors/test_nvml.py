@@ -23,10 +23,8 @@ from tests.node_agent.sensors.collect import Collected
 QUICK = Patience(
     stuck_after_s=0.3,
     stuck_again_s=0.2,
-    stuck_again_max_s=0.4,
     restart_after_s=0.05,
     restart_after_max_s=0.2,
-    absent_again_s=0.3,
 )
 
 
@@ -98,7 +96,7 @@ def test_the_gpus_are_listed_with_their_addresses_and_the_driver(nvml: FakeNvml,
 
 def test_a_node_without_the_library_says_so_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    watch = start(patience=Patience(absent_again_s=0.05))
+    watch = start(patience=Patience(restart_after_s=0.05, restart_after_max_s=0.05))
     assert "nvmlInit" in watch.status(NvmlState.ABSENT).detail
     first = watch.process.pid
     wait_until(lambda: watch.process.pid not in {None, first}, "it looks again")
@@ -108,7 +106,7 @@ def test_a_node_without_the_library_says_so_once(start: Start, monkeypatch: pyte
 
 def test_an_absence_that_lasts_is_told_once_more_with_its_length(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    watch = start(patience=Patience(absent_again_s=0.05, absent_lasts_s=0.5))
+    watch = start(patience=Patience(restart_after_s=0.05, restart_after_max_s=0.05, absent_lasts_s=0.5))
     wait_until(lambda: len(watch.seen) == 2, "it is told again")
     assert [each.stuck_s >= 0.5 for each in watch.seen.of(NvmlStatus)] == [False, True]
     last = watch.process.pid

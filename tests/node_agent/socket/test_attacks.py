@@ -310,25 +310,12 @@ def test_a_reader_that_does_not_read_is_cut_off(agent: AgentProcess) -> None:
             if agent.said("event", "socket_refused"):
                 break
 
-        assert any("has not read" in line["why"] for line in agent.said("event", "socket_refused"))
+        assert any("does not read" in line["why"] for line in agent.said("event", "socket_refused"))
         until(lambda: agent.descriptors() <= descriptors, "the cut", agent.words)
         assert agent.rss_kib() - rss < GROWTH_KIB_MAX
         by(GAMES, honest, agent.path)
     finally:
         sleeper.end()  # it holds the agent's stdin open, too
-
-
-def test_a_reader_that_stays_stopped_is_cut_off_after_a_while(agents: Any) -> None:
-    agent = agents(outgoing_stuck_s=0.5, outgoing_max=10_000)
-    agent.job(JOB, GAMES)
-    client = AgentClient(agent.path)
-    client.join(JOB, 0)
-
-    for index in range(150):
-        agent.tell(publish=incident(incident=f"i{index}", why="x" * 400))
-
-    until(lambda: any("read nothing" in each["why"] for each in agent.said("event", "socket_refused")), "the cut")
-    client.close()
 
 
 def test_those_who_never_join_are_closed_and_those_who_joined_stay(agents: Any) -> None:
@@ -404,8 +391,6 @@ _requests = st.fixed_dictionaries(
         "job_id": st.integers(-(2**70), 2**70) | st.just(JOB) | _json,
         "restart_count": st.integers(-3, 2**66) | _json,
         "exclude": st.lists(st.text(max_size=12), max_size=70) | _json,
-        "pci": st.text(max_size=40) | _json,
-        "ordinal": st.integers() | _json,
         "why": st.text(max_size=400) | _json,
     },
 )

@@ -119,7 +119,7 @@ def node(lab_factory: Callable[..., Lab]) -> Iterator[Node]:
             node=lab.node_names[0],
             acts=True,
             client=client,
-            on_look=lambda _: None,
+            on_look=lambda: None,
             open_incidents=list,
             log=log,
         )
@@ -143,12 +143,10 @@ def test_a_process_of_the_job_joins_by_its_control_group_and_slurm_is_not_asked(
 def test_false_job_ids_and_other_users_jobs_are_refused_inside_a_job_too(node: Node) -> None:
     other = node.asks(["join", "JOB", 0], user="news")
     assert node.answers(other, user="news") == ["granted"]
-    job = node.asks(
-        ["join", other, 0], ["join", 999_999, 0], ["expedite", other, 0], ["look", other], ["join", "JOB", 0]
-    )
+    job = node.asks(["join", other, 0], ["join", 999_999, 0], ["expedite", other, 0], ["join", "JOB", 0])
 
     no = f"not a job of yours on {node.lab.node_names[0]}"
-    assert node.answers(job) == [no, no, "join with this job first", "join with this job first", "granted"]
+    assert node.answers(job) == [no, no, "join with this job first", "granted"]
     node.lab.cancel(job)
     node.lab.cancel(other)
 

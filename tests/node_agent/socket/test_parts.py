@@ -1,4 +1,4 @@
-"""Small rules: control group paths, buckets, the table of jobs, the weight of the client."""
+"""Small rules: control group paths, rates, the weight of the client."""
 
 import subprocess
 import sys
@@ -8,14 +8,13 @@ import structlog
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.node_agent.connections import (
     BoundedLog,
-    Bucket,
-    Buckets,
-    JoinedJobs,
     Limits,
     Membership,
     Rate,
+    RateLimiters,
     parse_cgroup,
 )
 
@@ -78,21 +77,21 @@ def test_nothing_below_the_slice_of_users_names_a_job(text: str) -> None:
 
 @settings(max_examples=200, phases=GENERATE, deadline=None)
 @given(rate=st.floats(0.1, 100), burst=st.floats(1, 50), gaps=st.lists(st.floats(0, 5), max_size=60))
-def test_a_bucket_gives_no_more_than_its_rate_and_burst(rate: float, burst: float, gaps: list[float]) -> None:
-    bucket, now, taken = Bucket(Rate(rate, burst), 0.0), 0.0, 0
+def test_a_limiter_gives_no_more_than_its_rate_and_burst(rate: float, burst: float, gaps: list[float]) -> None:
+    limiter, now, taken = RateLimiter(rate, burst), 0.0, 0
     for gap in gaps:
         now += gap
-        taken += bucket.take(now)
+        taken += limiter.take(now)
 
     assert taken <= burst + rate * now + 1e-6
 
 
 def test_users_without_end_are_forgotten_oldest_first() -> None:
-    buckets = Buckets(Rate(0.0, 1.0), uids_max=10)
+    limiters = RateLimiters(Rate(0.0, 1.0), uids_max=10)
 
-    assert all(buckets.take(uid, 0.0) for uid in range(1000))
-    assert not buckets.take(990, 0.0), "the ten newest are still known"
-    assert buckets.take(989, 0.0), "no other is"
+    assert all(limiters.take(uid, 0.0) for uid in range(1000))
+    assert not limiters.take(990, 0.0), "the ten newest are still known"
+    assert limiters.take(989, 0.0), "no other is"
 
 
 def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
@@ -103,7 +102,7 @@ def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
         raise structlog.DropEvent
 
     log = structlog.wrap_logger(structlog.PrintLogger(), processors=[keep])
-    refusals = BoundedLog(log, Limits(), 0.0)
+    refusals = BoundedLog(log, Limits())
 
     for index in range(10_000):
         refusals.refused(index / 1000, uid=index % 50, what="join", why="no")
@@ -111,24 +110,6 @@ def test_refusals_are_logged_at_a_bounded_rate_and_the_others_counted() -> None:
 
     assert len(lines) <= 20 + 10 + 1
     assert sum(line["left_out"] for line in lines) + len(lines) == 10_001
-
-
-@settings(max_examples=100, phases=GENERATE, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4), st.integers(0, 5)), max_size=80))
-def test_no_user_pushes_out_or_speaks_for_the_jobs_of_another(joins: list[tuple[int, int, int]]) -> None:
-    jobs = JoinedJobs(jobs_max=12, per_uid_max=3)
-    jobs.add(1000, 77, 4)
-    for job_id, uid, restart_count in joins:
-        jobs.add(job_id, uid, restart_count)
-        assert len(jobs) <= 16
-
-        found = jobs.joined_by(job_id, uid)
-        assert found is not None
-        assert found.restart_count >= restart_count or found.uid != uid
-
-    assert jobs.joined_by(1000, 5) is None
-    kept = jobs.joined_by(1000, 77)
-    assert kept is None or kept.restart_count == 4
 
 
 def test_the_client_is_light_to_import() -> None:

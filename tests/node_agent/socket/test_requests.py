@@ -12,6 +12,7 @@ from stepkeeper.node_agent.protocol import (
     AgentError,
     AgentRefusedError,
     ExpediteRequeue,
+    Look,
     Refused,
     Seen,
     connect,
@@ -43,10 +44,12 @@ def joins(path: str, job_id: int, restart_count: int = 0) -> str:
         return f"{error.what}: {error.why}"
 
 
-def expedites(path: str, joined: int, job_id: int, exclude: list[str], restart_count: int = 0) -> str:
+def expedites(
+    path: str, joined: int, job_id: int, exclude: list[str], restart_count: int = 0, *, attempt: int = 0
+) -> str:
     try:
         with AgentClient(path) as client:
-            client.join(joined, 0, within_s=WAIT_S)
+            client.join(joined, attempt, within_s=WAIT_S)
             client.expedite(job_id, restart_count, tuple(exclude), within_s=WAIT_S)
     except AgentRefusedError as error:
         return f"{error.what}: {error.why}"
@@ -81,15 +84,6 @@ def test_a_job_elsewhere_or_over_or_unknown_is_refused_in_the_same_words(agent: 
 
     assert answers == {"join: not a job of yours on n1"}
     assert by(GAMES, joins, agent.path, -1) == "join: no such job"
-
-
-def test_slurm_is_asked_once_for_many_joins_of_a_job(agents: Any) -> None:
-    agent = agents(answers_kept_s=600.0)
-    agent.job(7, GAMES)
-
-    assert {by(GAMES, joins, agent.path, 7) for _ in range(5)} == {"n1"}
-
-    assert len(agent.said("call", "owned_job")) == 1
 
 
 def test_guessing_job_ids_soon_asks_slurm_no_more(agents: Any) -> None:
@@ -141,45 +135,63 @@ def _names(client: AgentClient) -> list[str]:
     return [message.name for message in client.receive() if isinstance(message, Seen)]
 
 
-def test_a_look_is_a_hint_for_the_agent_and_answered(agent: AgentProcess) -> None:
+def test_a_look_is_a_hint_for_the_agent_and_no_more(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
 
-    def ask() -> int:
+    def ask() -> None:
         with AgentClient(agent.path) as client:
             client.join(7, 0)
-            return client.look(7, pci="0000:3B:00.0", ordinal=3, why="rank 5 died\x1b[2J\nXID 79 " + "x" * 500).found
+            client.send(Look(job_id=7, why="rank 5 died\x1b[2J\nXID 79 " + "x" * 500))
 
-    assert by(GAMES, ask) == 1
+    by(GAMES, ask)
+    until(lambda: agent.said("event", "look_asked"), "the look", agent.words)
     (look,) = agent.said("event", "look_asked")
-    assert (look["job"], look["pci"], look["ordinal"]) == (7, "0000:3B:00.0", 3)
+    assert look["job"] == 7
     assert look["why"].startswith("rank 5 died [2J XID 79 xxx")
     assert len(look["why"]) <= 200
+    until(lambda: len(agent.said("look")) == 1, "the word to the agent", agent.words)
 
 
-def test_looks_are_refused_for_other_jobs_false_gpus_and_when_too_many(agents: Any) -> None:
+def test_a_watcher_of_an_older_version_names_a_gpu_besides(agent: AgentProcess) -> None:
+    agent.job(7, GAMES)
+
+    def ask() -> None:
+        sock = raw(agent.path, 30)
+        sock.send(b'{"type":"join","job_id":7,"restart_count":0}')
+        sock.send(b'{"type":"look","job_id":7,"pci":"0000:3B:00.0; reboot","ordinal":-1,"why":"x"}')
+        sock.recv(4096)
+
+    by(GAMES, ask)
+    until(lambda: agent.said("event", "look_asked"), "the look", agent.words)
+    assert not any("reboot" in str(word) for word in agent.words()), "nobody reads it"
+
+
+def test_looks_are_refused_for_other_jobs_and_when_too_many(agents: Any) -> None:
     agent = agents(looks_per_uid=(0.001, 3))
     agent.job(7, GAMES)
     agent.job(8, NEWS)
 
     def ask() -> list[str]:
         with AgentClient(agent.path) as client:
-            found = [_look(client, 8)]
+            client.send(Look(job_id=8))
+            refused = _refused(client)
             client.join(7, 0)
-            found += [_look(client, 8), _look(client, 7, pci="0000:3b:00.0; reboot"), _look(client, 7, ordinal=-1)]
-            return found + [_look(client, 7) for _ in range(6)]
+            for job_id in (8, 7, 7, 7, 7, 7, 7):
+                client.send(Look(job_id=job_id))
+            until(lambda: refused.extend(_refused(client)) or len(refused) == 5, "five refusals", lambda: refused)
+            return refused
 
     found = by(GAMES, ask)
 
-    assert found[:4] == ["join with this job first", "join with this job first", "no such GPU", "no such GPU"]
-    assert found[4:] == ["1"] * 3 + ["too often: the agent also checks on its own schedule"] * 3
+    assert found[:2] == ["join with this job first"] * 2
+    assert found[2:] == ["too often: the agent also checks on its own schedule"] * 3
     assert len(agent.said("look")) == 3
 
 
-def _look(client: AgentClient, job_id: int, **more: Any) -> str:
-    try:
-        return str(client.look(job_id, **more).found)
-    except AgentRefusedError as error:
-        return error.why
+def _refused(client: AgentClient) -> list[str]:
+    """Wait for a word of the agent, and return why it refuses."""
+    until(lambda: select.select([client], [], [], 1.0)[0], "an answer")
+    return [message.why for message in client.receive() if isinstance(message, Refused)]
 
 
 def test_only_who_joined_a_job_here_may_expedite_it(agent: AgentProcess) -> None:
@@ -192,7 +204,8 @@ def test_only_who_joined_a_job_here_may_expedite_it(agent: AgentProcess) -> None
     assert by(GAMES, expedites, agent.path, 7, 7, ["n1", "n2"]) == "accepted"
 
 
-def test_false_node_names_and_too_many_are_refused(agent: AgentProcess) -> None:
+def test_false_node_names_and_too_many_are_refused(agents: Any) -> None:
+    agent = agents(questions_per_uid=(1000.0, 1000.0))
     agent.job(7, GAMES)
     false = ("n1,n2", "n[1-9]", "n1 StartTime=now", "", "-n1", "n1\n", "../n1", "n" * 64, "né")
 
@@ -203,11 +216,13 @@ def test_false_node_names_and_too_many_are_refused(agent: AgentProcess) -> None:
     assert not agent.said("call", "hasten")
 
 
-def test_an_attempt_that_was_superseded_expedites_nothing(agent: AgentProcess) -> None:
+def test_an_attempt_expedites_nothing_for_one_before_it(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
-    assert by(GAMES, joins, agent.path, 7, 2) == "n1"
 
-    assert by(GAMES, expedites, agent.path, 7, 7, [], 1) == "hasten: a later attempt of the job has joined"
+    def ask() -> str:
+        return expedites(agent.path, 7, 7, [], restart_count=1, attempt=2)
+
+    assert by(GAMES, ask) == "hasten: a later attempt of the job has joined"
 
 
 def test_a_requeued_job_is_expedited_with_its_whole_list_in_one_call(agent: AgentProcess) -> None:

@@ -107,7 +107,7 @@ def test_no_name_or_path_of_a_users_makes_a_report(template: str, name: str, tex
 
     assert parse(record) is None
     assert announcement(record) is None
-    assert list(scan(io.BytesIO(as_kmsg(record)).read)) == []
+    assert list(scan(io.BytesIO(as_kmsg(record)))) == []
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -121,7 +121,7 @@ def test_nor_in_a_line_of_dmesg_or_syslog(template: str, name: str, text: str) -
 
     for before in ("", "[ 2476.689778] ", "<4>[ 2476.689778] ", "Nov 22 18:29:55 host kernel: [ 2476.689778] "):
         line = (before + record).encode("utf-8", "surrogatepass")
-        assert list(scan(io.BytesIO(line).read)) == []
+        assert list(scan(io.BytesIO(line))) == []
 
 
 @given(name=nasty)

@@ -342,8 +342,7 @@ def test_no_line_asks_for_less_than_its_event_did(code: int) -> None:
 def test_events_join_the_kernels_address_and_know_instances() -> None:
     plain = of_event(43)
     assert (plain.pci, plain.gpu, plain.source, plain.instance, plain.text) == (PCI, "GPU-1", Source.NVML, "", "")
-    none = 0xFFFFFFFF
-    for gi, ci, expected in ((5, 0, "GI 5 CI 0"), (5, none, "GI 5"), (none, none, ""), (None, 3, "")):
+    for gi, ci, expected in ((5, 0, "GI 5 CI 0"), (5, None, "GI 5"), (None, None, ""), (None, 3, "")):
         event = NvmlXid(at=0.0, code=43, pci=PCI, gpu_instance=gi, compute_instance=ci)
         assert judge_xid_event(event, catalogue=packaged()).instance == expected
 

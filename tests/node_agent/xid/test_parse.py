@@ -14,7 +14,7 @@ from stepkeeper.node_agent.xid.parse import (
     canonical,
     parse,
     record_of,
-    unescaped,
+    unescape,
 )
 from tests.node_agent.xid.samples import Sample, samples
 
@@ -177,5 +177,5 @@ def test_no_text_makes_the_parser_raise(text: str) -> None:
     for record in (text, AT_79 + text, "NVRM: " + text, "NVRM: Xid (" + text, "nvidia-nvswitch0: SXid (PCI:" + text):
         parse(record)
         announcement(record)
-        unescaped(record)
+        unescape(record.encode())
         record_of(record)

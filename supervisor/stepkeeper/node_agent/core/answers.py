@@ -13,8 +13,8 @@ import msgspec
 
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core import plan
-from stepkeeper.node_agent.core.events import Alarm, Effect, RecordDrain, Tell
-from stepkeeper.node_agent.core.incidents import is_over, on_looked, record
+from stepkeeper.node_agent.core.events import Alarm, Tell
+from stepkeeper.node_agent.core.incidents import is_over, on_looked, put
 from stepkeeper.node_agent.core.plan import (
     Decision,
     answered,
@@ -127,8 +127,7 @@ def _set_drain(state: State, at: float, wanted: list[Incident], reason: str, pol
 def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str, *, policy: Policy) -> Decision:
     """Note that we hold the node."""
     found = [replace(each, outcome=Outcome.DRAINED, outcome_why="the node is drained") for each in incidents]
-    state, effects = record(state, *found)
-    told = (Tell(incident=each, drained=True) for each in found)
+    state = put(state, *found)
     actions = [each.action for each in found] + ([state.drain.action] if state.drain is not None else [])
     action = max(actions, key=lambda action: action.severity)
     rebooted = action is not Action.DRAIN_RMA and all(each.boot_id != state.boot_id for each in held(state))
@@ -142,7 +141,7 @@ def _drained(state: State, at: float, incidents: Iterable[Incident], reason: str
         resume_sent=state.drain is not None and state.drain.resume_sent,  # it may still take effect
     )
     state = replace(state, drain=drain, watch_at=next_watch(drain, at, policy))
-    return Decision(state, (RecordDrain(drain=drain), *effects, *told), f"the node is drained: {reason}")
+    return Decision(state, tuple(Tell(incident=each) for each in found), f"the node is drained: {reason}")
 
 
 def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -154,8 +153,7 @@ def _recounted(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Po
     if why := plan.gives_back(own, event.nodes, event.at, policy):
         state, effects = call(replace(state, call_reason=why), Call.TAKE_BACK, event.at, policy)
         return Decision(state, effects, f"circuit breaker: {why}: this drain is taken back")
-    drain = replace(drain, counted=True)
-    return Decision(replace(state, drain=drain), (RecordDrain(drain=drain),))
+    return Decision(replace(state, drain=replace(drain, counted=True)))
 
 
 def _watched(state: State, event: on.NodesAnswered, own: NodeFacts, policy: Policy) -> Decision:
@@ -206,7 +204,7 @@ def _looked_again(state: State, event: on.CallAnswered) -> Decision:
     over = [each for each in left_alone(state) if not event.error and is_over(each, event.looked, state)]
     asked_anew = [each for each in left_alone(state) if each not in over and not state.call_reason]
     passed = "the node has passed its checks"
-    state, effects = record(
+    state = put(
         state,
         *(replace(each, outcome=Outcome.PASSED, outcome_why=passed) for each in over),
         *(replace(each, outcome=Outcome.OPEN) for each in asked_anew),
@@ -218,7 +216,7 @@ def _looked_again(state: State, event: on.CallAnswered) -> Decision:
         "and neither reset nor reboot was seen since"
         for each in asked_anew
     ]
-    return Decision(state, effects, "; ".join(dict.fromkeys(whys)))
+    return Decision(state, (), "; ".join(dict.fromkeys(whys)))
 
 
 def on_call_answered(state: State, event: on.CallAnswered, policy: Policy) -> Decision:  # noqa: C901 - one case a call
@@ -261,22 +259,18 @@ def _checked(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
     drain = replace(drain, passed=True)
     hurry = may_return(drain, policy)
     state = replace(state, drain=drain, watch_at=event.at if hurry else next_watch(drain, event.at, policy))
-    effects: tuple[Effect, ...] = (RecordDrain(drain=drain),)
-    if not hurry:
-        text = "the node has passed its checks and waits for a person to return it to service"
-        effects += (Alarm(text=text),)
-    return Decision(state, effects, "the node has passed its checks")
+    text = "the node has passed its checks and waits for a person to return it to service"
+    return Decision(state, () if hurry else (Alarm(text=text),), "the node has passed its checks")
 
 
 def _check_failed(state: State, event: on.CallAnswered, drain: Drain, policy: Policy) -> Decision:
     why = f"the node has not passed its checks: {event.error}"
     if drain.slurm_returns:  # Slurm returns the node on its own: drain it anew, before it takes a job
         drain = replace(drain, reboot_asked=False, reboot_sent=False)
-        state = replace(state, drain=drain)
         worse = (replace(each, action=Action.DRAIN_RMA, escalated=why, outcome=Outcome.OPEN) for each in held(state))
-        state, effects = record(state, *worse)
-        return Decision(state, (RecordDrain(drain=drain), Alarm(text=why), *effects), why)
-    state = replace(state, watch_at=next_watch(drain, event.at, policy))
+        state = put(replace(state, drain=drain), *worse)
+    else:
+        state = replace(state, watch_at=next_watch(drain, event.at, policy))
     return Decision(state, (Alarm(text=why),), why)
 
 
@@ -292,17 +286,15 @@ def _reset(state: State, event: on.CallAnswered, policy: Policy) -> Decision:
         why = "the GPUs were reset: the checks come next"
     again = remedy(drain, policy) is not None or drain.repair is Repair.RESET
     watch_at = event.at if again else next_watch(drain, event.at, policy)
-    state = replace(state, drain=drain, watch_at=watch_at)
-    return Decision(state, (RecordDrain(drain=drain),), why)
+    return Decision(replace(state, drain=drain, watch_at=watch_at), (), why)
 
 
 def _rebooting(state: State, at: float, policy: Policy) -> Decision:
     drain = state.drain
     if drain is None:
         return Decision(state)
-    drain = replace(drain, reboot_asked=True)
-    state = replace(state, drain=drain, watch_at=at + policy.watch_s)
-    return Decision(state, (RecordDrain(drain=drain),), "Slurm reboots the node")
+    state = replace(state, drain=replace(drain, reboot_asked=True), watch_at=at + policy.watch_s)
+    return Decision(state, (), "Slurm reboots the node")
 
 
 # How a drain that we hold ends, and what becomes of the faults that asked for it: by the checks' word, by the breaker,
@@ -311,9 +303,9 @@ def _rebooting(state: State, at: float, policy: Policy) -> Decision:
 
 def close(state: State, incidents: Sequence[Incident], outcome: Outcome, why: str) -> Decision:
     """Close incidents without a drain, and say it loudly, once."""
-    state, effects = record(state, *(replace(each, outcome=outcome, outcome_why=why) for each in incidents))
-    alarms = (Alarm(text=why, incident=each.id) for each in incidents if each.outcome_why != why)
-    return Decision(state, (*effects, *alarms), why)
+    state = put(state, *(replace(each, outcome=outcome, outcome_why=why) for each in incidents))
+    alarms = tuple(Alarm(text=why, incident=each.id) for each in incidents if each.outcome_why != why)
+    return Decision(state, alarms, why)
 
 
 def watching(state: State, at: float, policy: Policy, *, refused: bool) -> State:
@@ -339,15 +331,13 @@ def lost(state: State, at: float, own: NodeFacts, policy: Policy) -> Decision:
         outcome, why = Outcome.FOREIGN, f"the drain is somebody else's now: {own.reason}"
     else:
         outcome, why = Outcome.RESOLVED, "somebody else returned the node to service"
-    state, effects = _let_go(state, outcome, why, returned=True)
-    return Decision(state, effects, why)
+    return Decision(_let_go(state, outcome, why, returned=True), (), why)
 
 
-def _let_go(state: State, outcome: Outcome, why: str, *, returned: bool = False) -> tuple[State, tuple[Effect, ...]]:
-    """Note that we hold no drain any more, and last of all: who is killed in between still knows of the drain."""
+def _let_go(state: State, outcome: Outcome, why: str, *, returned: bool = False) -> State:
+    """Note that we hold no drain any more."""
     ended = (replace(each, outcome=outcome, outcome_why=why, returned=returned) for each in held(state))
-    state, effects = record(state, *ended)
-    return replace(state, drain=None), (*effects, RecordDrain(drain=None))
+    return replace(put(state, *ended), drain=None)
 
 
 def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Decision:
@@ -357,18 +347,16 @@ def _returned_late(state: State, at: float, drain: Drain, policy: Policy) -> Dec
     if not drain.counted:
         return taken_back(watching(replace(state, drain=None), at, policy, refused=True))
     why = "our own return, whose answer was lost, took effect late: the agent drains the node again"
-    state, effects = _let_go(state, Outcome.OPEN, why)
-    return Decision(state, effects, why)
+    return Decision(_let_go(state, Outcome.OPEN, why), (), why)
 
 
 def taken_back(state: State) -> Decision:
     """Note that the breaker had us give the drain back."""
     why = f"circuit breaker: {state.call_reason or 'too many drains'}; look for a common cause"
-    ended = close(state, held(state), Outcome.TAKEN_BACK, why)
-    return Decision(ended.state, (*ended.effects, RecordDrain(drain=None)), why)
+    return close(state, held(state), Outcome.TAKEN_BACK, why)
 
 
 def returned_by_us(state: State) -> Decision:
     """Note that the node is in service by its checks."""
-    state, effects = _let_go(state, Outcome.RESOLVED, "the node passed its checks and was returned to service")
-    return Decision(state, effects, "the node is in service again")
+    state = _let_go(state, Outcome.RESOLVED, "the node passed its checks and was returned to service")
+    return Decision(state, (), "the node is in service again")

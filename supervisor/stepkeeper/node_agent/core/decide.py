@@ -11,7 +11,7 @@ import msgspec
 
 from stepkeeper.node_agent.core import events as on
 from stepkeeper.node_agent.core.answers import on_call_answered, on_nodes_answered
-from stepkeeper.node_agent.core.events import Alarm, Effect, ListJobs, Record, RecordDrain, Tell
+from stepkeeper.node_agent.core.events import Alarm, Effect, ListJobs, Tell
 from stepkeeper.node_agent.core.incidents import (
     agreed,
     escalate,
@@ -21,8 +21,7 @@ from stepkeeper.node_agent.core.incidents import (
     opened,
     place,
     put,
-    record,
-    says_more,
+    recorded,
     stands,
     suspicion,
     wants_agreement,
@@ -72,28 +71,25 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:
             decision = Decision(state)
         case _:
             assert_never(event)  # a new event without a branch fails mypy, not production
-    decision = _settle_due(decision, event.at, policy)
-    return proceed(decision, event.at, policy)
+    decision = proceed(_settle_due(decision, event.at, policy), event.at, policy)
+    return replace(decision, effects=recorded(state, decision.state) + decision.effects)
 
 
 def _on_started(state: State, event: on.Started, policy: Policy) -> Decision:
     """Take up what is left: a held drain after a reboot needs its checks; a drain that was wanted is wanted still."""
-    state = replace(state, observing=policy.mode is Mode.OBSERVE)
-    taken_up = [_taken_up(state, each, policy) for each in state.incidents]
-    state, effects = record(state, *(each for each in taken_up if each not in state.incidents))
+    incidents = tuple(_taken_up(state, each, policy) for each in state.incidents)
+    state = replace(state, observing=policy.mode is Mode.OBSERVE, incidents=incidents)
     drain = state.drain
     if drain is None:
-        return Decision(state, effects)
+        return Decision(state)
     why = ""
     if policy.mode is Mode.OBSERVE:
         drain = replace(drain, counted=True)  # an agent that only observes takes nothing back
     if drain.boot_id != state.boot_id and drain.repair is not Repair.REBOOT:
         drain = replace(drain, repair=Repair.REBOOT, passed=False)
         why = "the node was rebooted: its drain stays until the checks pass"
-    if drain != state.drain:
-        effects += (RecordDrain(drain=drain),)
     state = replace(state, drain=drain, watch_at=event.at)  # a person may have taken it away meanwhile
-    return Decision(state, effects, why)
+    return Decision(state, (), why)
 
 
 def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
@@ -103,8 +99,8 @@ def _taken_up(state: State, incident: Incident, policy: Policy) -> Incident:
         return replace(incident, outcome=Outcome.OBSERVED, outcome_why="the agent only observes now")
     if rebooted and is_left_alone(incident):
         return replace(incident, outcome=Outcome.PASSED, outcome_why="the node was rebooted since")
-    if rebooted and incident.outcome is Outcome.SUSPECTED:
-        return replace(incident, outcome=Outcome.NOTED, outcome_why="the node was rebooted before a look at its GPUs")
+    if incident.outcome is Outcome.SUSPECTED and (rebooted or not incident.action.drains):  # the latter: of 0.1
+        return replace(incident, outcome=Outcome.NOTED, outcome_why="the agent ended before a look at the GPUs")
     if incident.outcome is Outcome.DRAINED and state.drain is None and not rebooted and policy.mode is Mode.ACT:
         why = "the ledger has no drain for it: the agent asks Slurm again"  # of a version that wrote them in that order
         return replace(incident, outcome=Outcome.OPEN, outcome_why=why)
@@ -116,7 +112,7 @@ def _on_nvml_stands(state: State, event: on.NvmlStands, policy: Policy) -> Decis
     since = state.nvml_since if state.nvml is event.state else event.at
     state = replace(state, nvml=event.state, nvml_since=since if event.state is NvmlState.READY else None)
     for incident in suspected(state):
-        if incident.action.drains and not wants_agreement(state, incident, policy):
+        if not wants_agreement(state, incident, policy):
             state = put(state, replace(incident, settled=False))
     return Decision(state)
 
@@ -125,8 +121,8 @@ def _on_gpus_reset(state: State, event: on.GpusReset) -> Decision:
     """Close what was left alone and asked for a reset: it has been made."""
     asked = [each for each in state.incidents if is_left_alone(each) and each.action is Action.DRAIN_RESET]
     over = [each for each in asked if each.last_at < event.at and (not event.pci or each.pci in ("", event.pci))]
-    state, effects = record(state, *(replace(each, outcome=Outcome.PASSED, outcome_why=event.why) for each in over))
-    return Decision(state, effects, event.why if effects else "")
+    state = put(state, *(replace(each, outcome=Outcome.PASSED, outcome_why=event.why) for each in over))
+    return Decision(state, (), event.why if over else "")
 
 
 def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decision:
@@ -137,24 +133,19 @@ def _on_fault_seen(state: State, event: on.FaultSeen, policy: Policy) -> Decisio
     if before is None:
         incident = opened(state, fault, event.at, policy)
         state = forget(put(state, incident), event.at, policy)
-        effects: tuple[Effect, ...] = (Record(incident=incident),)
-        if incident.action is not Action.LOG:
-            effects += (ListJobs(incident=incident.id),)
+        effects = () if incident.action is Action.LOG else (ListJobs(incident=incident.id),)
         return Decision(state, effects, f"{incident.name} {incident.gpu_label}".strip() + f": {incident.why}")
     if stands(before, fault):
         return _left_in_service(state, before, fault, policy)
     incident = joined(before, fault)
-    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and before.action.drains and agreed(incident)
+    agreed_later = before.outcome in (Outcome.SUSPECTED, Outcome.DOUBTED) and agreed(incident)
     if before.settled and (incident.action is not before.action or agreed_later or _still_there(before, fault, policy)):
         incident = replace(incident, settled=False, outcome=Outcome.OPEN, outcome_why="")  # it is settled anew
     state = put(state, incident)
-    if not says_more(before, incident):
+    if incident.action is before.action:
         return Decision(state)
-    effects = (Record(incident=incident),)
-    if before.action is Action.LOG and incident.action is not Action.LOG:
-        effects += (ListJobs(incident=incident.id),)
-    raised = incident.action is not before.action
-    return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}" if raised else "")
+    effects = (ListJobs(incident=incident.id),) if before.action is Action.LOG else ()
+    return Decision(state, effects, f"{incident.id} raised to {incident.action}: {incident.why}")
 
 
 def _left_in_service(state: State, before: Incident, fault: Fault, policy: Policy) -> Decision:
@@ -164,7 +155,7 @@ def _left_in_service(state: State, before: Incident, fault: Fault, policy: Polic
     if fault.at <= before.last_at + policy.join_s or not fault.action.drains:
         return Decision(state)
     text = f"still there, and somebody returned the node with it: left in service: {fault.why}"
-    return Decision(state, (Record(incident=incident), Alarm(text=text, incident=incident.id)), text)
+    return Decision(state, (Alarm(text=text, incident=incident.id),), text)
 
 
 def _still_there(before: Incident, fault: Fault, policy: Policy) -> bool:
@@ -194,7 +185,6 @@ def _on_jobs_listed(state: State, event: on.JobsListed, policy: Policy) -> Decis
             state = put(state, incident)
             if incident.settled and incident.outcome is Outcome.NOTED:
                 return _settle(state, incident, event.at, policy)
-            return Decision(state, (Record(incident=incident),))
     return Decision(state)
 
 
@@ -224,13 +214,17 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
     if action.severity > incident.action.severity:
         incident = replace(incident, action=action, escalated=escalated)
     outcome, why = _outcome(state, incident, at, policy)
-    incident = replace(incident, settled=True, outcome=outcome, outcome_why=why)
+    if suspicious := suspicion(incident, state.incidents, policy):
+        why = f"{suspicious}: run a field diagnostic of the GPU at the next occasion"
+    incident = replace(
+        incident, settled=True, outcome=outcome, outcome_why=why, named=incident.named or bool(suspicious)
+    )
     state = put(state, incident)
-    effects: tuple[Effect, ...] = (Record(incident=incident),)
-    doubtful = outcome is Outcome.SUSPECTED and incident.action.drains  # no job leaves for it yet
+    effects: tuple[Effect, ...] = ()
+    doubtful = outcome is Outcome.SUSPECTED  # no job leaves for it yet
     if incident.action is not Action.LOG and incident.boot_id == state.boot_id and not doubtful:
-        effects += (Tell(incident=incident, drained=False),)
-    if outcome is Outcome.OBSERVED:
+        effects += (Tell(incident=incident),)
+    if outcome is Outcome.OBSERVED or suspicious:
         effects += (Alarm(text=why, incident=incident.id),)
     return Decision(state, effects, why)
 
@@ -238,14 +232,10 @@ def _settle(state: State, incident: Incident, at: float, policy: Policy) -> Deci
 def _outcome(state: State, incident: Incident, at: float, policy: Policy) -> tuple[Outcome, str]:
     label = f"{incident.name} {incident.gpu_label}".strip()
     escalated = f" ({incident.escalated})" if incident.escalated else ""
-    if not incident.action.drains and (why := suspicion(incident, state.incidents, policy)):
-        return Outcome.SUSPECTED, f"{why}: the GPU is checked"
     if not incident.action.drains:
         return Outcome.NOTED, f"{label} asks for {incident.action}: the node stays"
     if incident.boot_id != state.boot_id and incident.action is not Action.DRAIN_RMA:
         return Outcome.NOTED, f"{label} was in an earlier boot: the node was rebooted since"
-    if incident.boot_id != state.boot_id and incident.sources == (Source.JOURNAL,) and incident.last_at < at - LATE_S:
-        return Outcome.NOTED, f"{label} was in an earlier boot, long ago: somebody may have looked since"
     is_late = incident.sources == (Source.KERNEL,) and incident.last_at < at - LATE_S
     if is_late and incident.action is Action.DRAIN_RESET:
         return Outcome.NOTED, f"{label} was logged long before we read it: NVML says whether it still holds"

@@ -113,7 +113,6 @@ class Tell(_Effect, frozen=True, kw_only=True, tag="tell"):
     """Say an incident to the jobs on the node."""
 
     incident: Incident
-    drained: bool
 
 
 class ListJobs(_Effect, frozen=True, kw_only=True, tag="list_jobs"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from stepkeeper.node_agent.core import events as on
-from stepkeeper.node_agent.core.events import Alarm, Effect, Record
+from stepkeeper.node_agent.core.events import Alarm, Effect, Record, RecordDrain
 from stepkeeper.node_agent.core.plan import Decision, suspected
 from stepkeeper.node_agent.core.state import CODES_MAX, PLACES_MAX, Incident, Outcome, Policy, State, is_unfinished
 from stepkeeper.node_agent.readings import NvmlState
@@ -75,7 +75,6 @@ def stands(incident: Incident, fault: Fault) -> bool:
 
 def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
     """Return the incident that a placed fault begins."""
-    sequence = fault.sequence if fault.sequence is not None and fault.source is Source.KERNEL else -1
     incident = Incident(
         id=_new_id(state, fault.at),
         first_at=fault.at,
@@ -86,21 +85,13 @@ def opened(state: State, fault: Fault, at: float, policy: Policy) -> Incident:
         name=fault.name,
         why=fault.why,
         settle_at=min(fault.at, at) + policy.gather_s,
-        codes=(fault.code,) if fault.code is not None else (),
         decisive=fault.code,
-        nvml_codes=(fault.code,) if fault.code is not None and fault.source is Source.NVML else (),
-        agreed=_says_itself(fault),
-        places=(fault.place,) if fault.place else (),
-        sources=(fault.source,),
-        pci=fault.pci or "",
-        gpu=fault.gpu,
-        instance=fault.instance,
+        count=0,
         text=fault.text,
         boot_id=fault.boot_id,
-        sequence=sequence,
         driver=state.driver,
     )
-    return _hurried(incident, fault)
+    return joined(incident, fault)
 
 
 def joined(incident: Incident, fault: Fault) -> Incident:
@@ -186,21 +177,23 @@ def says_more(before: Incident, after: Incident) -> bool:
     return same != before
 
 
-def put(state: State, incident: Incident) -> State:
-    """Return the state with an incident in its place, or as the newest."""
-    found = False
-    kept = []
-    for each in state.incidents:
-        found = found or each.id == incident.id
-        kept.append(incident if each.id == incident.id else each)
-    return replace(state, incidents=tuple(kept) if found else (*state.incidents, incident))
+def put(state: State, *incidents: Incident) -> State:
+    """Return the state with incidents in their places, or as the newest."""
+    known = {each.id: each for each in state.incidents} | {each.id: each for each in incidents}
+    return replace(state, incidents=tuple(known.values()))
 
 
-def record(state: State, *incidents: Incident) -> tuple[State, tuple[Effect, ...]]:
-    """Return the state with incidents in their places, and what writes them to the ledger."""
-    for incident in incidents:
-        state = put(state, incident)
-    return state, tuple(Record(incident=each) for each in incidents)
+def recorded(before: State, after: State) -> tuple[Effect, ...]:
+    """Return what the ledger has to hold of a change: a drain before its incidents, and its end behind theirs.
+
+    So who is killed in between still knows of the drain.
+    """
+    known = {each.id: each for each in before.incidents}
+    touched = [each for each in after.incidents if known.get(each.id) is not each]
+    changed = [each for each in touched if each.id not in known or says_more(known[each.id], each)]
+    drain = () if after.drain == before.drain else (RecordDrain(drain=after.drain),)
+    incidents = tuple(Record(incident=each) for each in changed)
+    return (*incidents, *drain) if after.drain is None else (*drain, *incidents)
 
 
 def forget(state: State, at: float, policy: Policy) -> State:
@@ -231,8 +224,8 @@ def _new_id(state: State, at: float) -> str:
 # What comes back is more than it says it is.  Pure.
 #
 # The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) may be the
-# GPU's own where they come from one place on it, over jobs of different users: then the GPU is checked.  A drain
-# needs more, for any program can make such faults at will.
+# GPU's own where they come from one place on it, over jobs of different users: then a person is told.  A drain needs
+# NVML's word, for any program can make such faults at will.
 
 PROGRAMS_OWN = frozenset((43, 45))  # the GPU is fine, says NVIDIA: these never count against it
 
@@ -264,7 +257,7 @@ def escalate(
 def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) -> str:
     """Say that one place on a GPU cost several jobs their lives, and no job and no user was there each time.
 
-    "" where it is not so, or where the GPU has passed a check since.
+    "" where it is not so, or where that was said already.
     """
     if not _counts(incident):
         return ""
@@ -272,13 +265,13 @@ def suspicion(incident: Incident, others: Iterable[Incident], policy: Policy) ->
     before = [each for each in others if each.id != incident.id and _same(each, incident)]
     before = [each for each in before if each.first_at <= incident.first_at]
     since = incident.first_at - policy.restarts_within_s
-    since = max([since, *(each.last_at for each in before if each.checked)])
+    since = max([since, *(each.last_at for each in before if each.named)])
     counted = [
         each
         for each in [*before, incident]
         if each.first_at >= since
         and _counts(each)
-        and not each.checked
+        and not each.named
         and each.places == incident.places
         and not any(_same_cause(each, other, policy) for other in others)
     ]
@@ -336,15 +329,10 @@ OFF_THE_BUS = 79
 
 def on_looked(state: State, event: on.CallAnswered) -> Decision:
     """Decide what was suspected when the look began."""
-    found = [
-        _agreed(each, event.looked, state) if each.action.drains else _checked(each, event)
-        for each in suspected(state)
-        if each.id in state.call_incidents
-    ]
-    state, effects = record(state, *found)
+    found = [_agreed(each, event.looked, state) for each in suspected(state) if each.id in state.call_incidents]
     # one that is not settled is settled anew, and said then
-    alarms = (Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
-    return Decision(state, (*effects, *alarms), "; ".join(each.outcome_why for each in found))
+    alarms = tuple(Alarm(text=each.outcome_why, incident=each.id) for each in found if each.settled)
+    return Decision(put(state, *found), alarms, "; ".join(each.outcome_why for each in found))
 
 
 def _agreed(incident: Incident, looked: on.Looked | None, state: State) -> Incident:
@@ -368,25 +356,6 @@ def _finds_it_well(incident: Incident, looked: on.Looked, state: State) -> bool:
         return incident.pci in looked.answering
     listened = state.nvml_since is not None and incident.first_at >= state.nvml_since
     return incident.pci in looked.well and (listened or incident.pci in looked.vouched)
-
-
-def _checked(incident: Incident, event: on.CallAnswered) -> Incident:
-    """Return what programs' faults in one place have led to: a drain only where the check itself finds something."""
-    why = incident.outcome_why
-    if event.looked is None:
-        return replace(incident, outcome=Outcome.NOTED, outcome_why=f"{why}; the GPU cannot be checked: {event.error}")
-    if incident.pci in event.looked.well:
-        text = f"{why}; the GPU passed its check: run a field diagnostic at the next occasion"
-        return replace(incident, outcome=Outcome.NOTED, outcome_why=text, checked=True)
-    return replace(
-        incident,
-        action=Action.DRAIN_RESET,
-        escalated=f"{why}; the GPU failed its check: {event.error}",
-        agreed=True,
-        settled=False,
-        outcome=Outcome.OPEN,
-        outcome_why="",
-    )
 
 
 def is_over(incident: Incident, looked: on.Looked | None, state: State) -> bool:

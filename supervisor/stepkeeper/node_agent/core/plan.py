@@ -22,7 +22,6 @@ from stepkeeper.node_agent.core.events import (
     CheckNode,
     Effect,
     Reboot,
-    RecordDrain,
     ResetGpus,
     Resume,
     SetDrain,
@@ -44,8 +43,6 @@ from stepkeeper.slurm.client import REASON_PREFIX, NodeFacts
 
 replace = msgspec.structs.replace
 REASON_CHARACTERS_MAX = 240
-RETURNS = (Call.TAKE_BACK, Call.RESUME, Call.REBOOT)
-"""Calls after which the node may be in service, whether or not an answer comes."""
 RECOUNT_AFTER_S = 1.5
 """Slurm's times are whole seconds, and within one the name decides: wait until nobody can drain in ours any more."""
 RECOUNT_SPREAD_S = 2.0
@@ -136,18 +133,13 @@ def call(state: State, kind: Call, at: float, policy: Policy) -> tuple[State, tu
     number = state.call_number + 1
     within_s = policy.answer_within_s + (policy.reset_within_s if kind is Call.RESET else 0.0)
     state = replace(state, call=kind, call_number=number, call_until=at + within_s)
-    state, noted = _noted(state, kind)
-    return state, (*noted, _effect(state, kind, number, policy))
-
-
-def _noted(state: State, kind: Call) -> tuple[State, tuple[Effect, ...]]:
-    """Note a call that may return the node to service: its answer may be lost, and we may end before it comes."""
+    # the ledger notes a call that may return the node: its answer may be lost, and we may end before it comes
     drain = state.drain
-    if drain is None or kind not in RETURNS:
-        return state, ()
-    rebooted = kind is Call.REBOOT
-    drain = replace(drain, resume_sent=drain.resume_sent or not rebooted, reboot_sent=drain.reboot_sent or rebooted)
-    return replace(state, drain=drain), (RecordDrain(drain=drain),)
+    if drain is not None and kind is Call.REBOOT:
+        state = replace(state, drain=replace(drain, reboot_sent=True))
+    elif drain is not None and kind in (Call.TAKE_BACK, Call.RESUME):
+        state = replace(state, drain=replace(drain, resume_sent=True))
+    return state, (_effect(state, kind, number, policy),)
 
 
 def _effect(state: State, kind: Call, number: int, policy: Policy) -> Effect:
@@ -277,41 +269,32 @@ def limit(size: int, policy: Policy) -> int:
 
 def breaker_refuses(node: NodeFacts, nodes: Sequence[NodeFacts], at: float, policy: Policy) -> str:
     """Say why one more drain, of `node`, would be too many; "" where it is not."""
-    ours = [each for each in nodes if _is_held(each) and each.name != node.name]
-    for partition in node.partitions:
-        size, most = _size(partition, nodes, policy)
-        held = sum(partition in each.partitions for each in ours)
-        if held + 1 > most:
-            return f"{held} of {size} nodes of partition {partition} are drained by Stepkeeper, and {most} may be"
-    lately = sum(_is_recent(each, at) for each in ours)
-    if lately + 1 > policy.drains_per_hour:
-        return f"{lately} nodes were drained by Stepkeeper in the last hour, and {policy.drains_per_hour} may be"
-    return ""
+    return _too_many(node, [each for each in _held(nodes) if each.name != node.name], nodes, at, policy)
 
 
 def gives_back(node: NodeFacts, nodes: Sequence[NodeFacts], at: float, policy: Policy) -> str:
     """Say why the drain of `node`, which has just been made, must be taken back; "" where it may stay."""
-    ours = sorted((each for each in nodes if _is_held(each)), key=lambda each: (each.reason_at or 0.0, each.name))
+    return _too_many(node, [each for each in _held(nodes) if _order(each) < _order(node)], nodes, at, policy)
+
+
+def _too_many(
+    node: NodeFacts, before: Sequence[NodeFacts], nodes: Sequence[NodeFacts], at: float, policy: Policy
+) -> str:
+    """Say why a drain is too many behind those `before` it."""
     for partition in node.partitions:
-        _, most = _size(partition, nodes, policy)
-        place = [each.name for each in ours if partition in each.partitions].index(node.name)
-        if place >= most:
-            return f"{place} nodes of partition {partition} were drained before, and {most} may be"
-    lately = [each.name for each in ours if _is_recent(each, at)]
-    if node.name in lately and lately.index(node.name) >= policy.drains_per_hour:
-        place = lately.index(node.name)
-        return f"{place} nodes were drained in the last hour before, and {policy.drains_per_hour} may be"
+        size = sum(partition in each.partitions for each in nodes)
+        held = sum(partition in each.partitions for each in before)
+        if held >= (most := limit(size, policy)):
+            return f"{held} of {size} nodes of partition {partition} are drained by Stepkeeper, and {most} may be"
+    lately = sum(each.reason_at is not None and each.reason_at > at - HOUR_S for each in before)
+    if lately >= policy.drains_per_hour:
+        return f"{lately} nodes were drained by Stepkeeper in the last hour, and {policy.drains_per_hour} may be"
     return ""
 
 
-def _is_held(node: NodeFacts) -> bool:
-    return node.ours and node.drained
+def _held(nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
+    return [each for each in nodes if each.ours and each.drained]
 
 
-def _is_recent(node: NodeFacts, at: float) -> bool:
-    return node.reason_at is not None and node.reason_at > at - HOUR_S
-
-
-def _size(partition: str, nodes: Sequence[NodeFacts], policy: Policy) -> tuple[int, int]:
-    size = sum(partition in each.partitions for each in nodes)
-    return size, limit(size, policy)
+def _order(node: NodeFacts) -> tuple[float, str]:
+    return node.reason_at or 0.0, node.name

@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     TAKEN_BACK = "taken_back"  # two agents passed the breaker at once, and we were the later one
     RESOLVED = "resolved"  # drained by us, and back in service
     PASSED = "passed"  # left alone, and over: the checks vouch for the GPU, or it was reset or the node rebooted since
-    SUSPECTED = "suspected"  # a look at the GPU decides: NVML must agree, or programs' faults repeat in one place
+    SUSPECTED = "suspected"  # only the kernel log says so: a look at the GPU decides
     DOUBTED = "doubted"  # only the kernel log says so, and NVML finds the GPU well
 
 
@@ -51,7 +51,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nvml_codes: tuple[int, ...] = ()  # those that NVML has seen
     agreed: bool = False  # NVML says so too, or cannot say
     places: tuple[str, ...] = ()  # on the GPU, as far as its lines say: `GPC 7 TPC 7`
-    checked: bool = False  # the GPU passed a check because of it: what was before counts no more
+    # its GPU was named to a person because of it: what was before counts no more; ledgers have it by its name of 0.1
+    named: bool = msgspec.field(default=False, name="checked")
     count: int = 1  # sightings
     sources: tuple[Source, ...] = ()
     pci: str = ""
@@ -210,7 +211,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Faults that cost a GPU's job its life count together for this long."""
 
     restarts_max: int = 3
-    """So many of those in one place of a GPU, with no job and no user there each time, and the GPU is checked."""
+    """So many of those in one place of a GPU, with no job and no user there each time, and a person is told."""
 
     agreement: bool = True
     """What only the kernel log says drains the node once NVML, where it is there, does not find the GPU well."""

@@ -63,7 +63,7 @@ class Source(StrEnum):
     """Who saw it."""
 
     KERNEL = "kernel"  # /dev/kmsg
-    JOURNAL = "journal"  # the journal of the boot before
+    JOURNAL = "journal"  # only in ledgers of 0.1: the journal of the boot before
     NVML = "nvml"  # an NVML event, or what NVML says of a GPU's health
 
 

@@ -13,7 +13,9 @@ error whose line asks for the reset, and a fatal report of a switch about its wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from stepkeeper.node_agent.readings import GpuHealth, NvmlState, NvmlStatus, NvmlXid
 from stepkeeper.node_agent.xid import payload
@@ -28,7 +30,7 @@ from stepkeeper.node_agent.xid.catalogue import (
     Severity,
     Source,
 )
-from stepkeeper.node_agent.xid.parse import Report, canonical
+from stepkeeper.node_agent.xid.parse import Report, canonical, instance
 from stepkeeper.node_agent.xid.payload import Decoded
 
 OFF_THE_BUS: Final = 79
@@ -36,7 +38,6 @@ CLEAN_UP: Final = 45
 RECOVERY_CHANGED: Final = 154
 KEY_ROTATION: Final = 144  # what the number stood for before drivers with NVLink 5
 NVLINK5_DRIVER_MIN: Final = 560
-NO_INSTANCE: Final = 0xFFFFFFFF  # NVML's word for "not of MIG"
 
 
 def judge(
@@ -102,19 +103,9 @@ def judge_xid_event(
     else:
         plain = _without_text(event.code, row) if kernel_log else _by_catalogue(event.code, row)
         decided = _over(payload.recovery(recovery_action), plain, row)
-    return Fault(
-        at=event.at,
-        source=Source.NVML,
-        kind=Kind.XID,
-        action=decided.action,
-        domain=decided.domain or Domain.INFO,
-        why=decided.why,
-        certain=decided.certain,
-        code=event.code,
-        pci=canonical(event.pci),
-        gpu=event.uuid,
-        instance=_instance(event),
-    )
+    mig = instance(event.gpu_instance, event.compute_instance)
+    decided = msgspec.structs.replace(decided, domain=decided.domain or Domain.INFO)
+    return _of_nvml(event, Kind.XID, decided, code=event.code, instance=mig)
 
 
 def lost(catalogue: Catalogue, why: str) -> Decoded:
@@ -231,15 +222,6 @@ def _branch(driver: str) -> int:
     return int(branch) if branch.isascii() and branch.isdecimal() else 0
 
 
-def _instance(event: NvmlXid) -> str:
-    parts = []
-    for name, number in (("GI", event.gpu_instance), ("CI", event.compute_instance)):
-        if number is None or number == NO_INSTANCE:
-            break
-        parts.append(f"{name} {number}")
-    return " ".join(parts)
-
-
 # From what NVML says of GPUs to faults.  Pure.  Only a change, or the first reading, makes a fault.
 
 # During XID 119 every NVML call blocks, up to 45 s, and there are dozens in a row; loading the driver or resetting a
@@ -264,8 +246,8 @@ def judge_health(health: GpuHealth, before: GpuHealth | None, *, catalogue: Cata
         if before is not None and before.lost:
             return []
         gone = lost(catalogue, "NVML says that the GPU is lost")
-        return [_fault(health, Kind.LOST, gone, present_at_start=before is None)]
-    return [_fault(health, Kind.HEALTH, each, present_at_start=before is None) for each in _news(health, before)]
+        return [_of_nvml(health, Kind.LOST, gone, present_at_start=before is None)]
+    return [_of_nvml(health, Kind.HEALTH, each, present_at_start=before is None) for each in _news(health, before)]
 
 
 def was_reset(health: GpuHealth, before: GpuHealth) -> str:
@@ -281,7 +263,7 @@ def was_reset(health: GpuHealth, before: GpuHealth) -> str:
 def silent(health: GpuHealth, *, present_at_start: bool, catalogue: Catalogue) -> Fault:
     """Return the fault of a GPU that has not answered for several looks in a row: as good as lost."""
     decided = lost(catalogue, f"the GPU does not answer: {'; '.join(health.errors)}")
-    return _fault(health, Kind.LOST, decided, present_at_start=present_at_start)
+    return _of_nvml(health, Kind.LOST, decided, present_at_start=present_at_start)
 
 
 def missing(expected: int, found: int, *, at: float, catalogue: Catalogue, gone: Iterable[str] = ()) -> Fault | None:
@@ -345,16 +327,16 @@ def _news(health: GpuHealth, before: GpuHealth | None) -> Iterator[Decoded]:
         yield Decoded(action=Action.LOG, why=why)
 
 
-def _fault(health: GpuHealth, kind: Kind, decided: Decoded, *, present_at_start: bool) -> Fault:
+def _of_nvml(seen: GpuHealth | NvmlXid, kind: Kind, decided: Decoded, **more: Any) -> Fault:
     return Fault(
-        at=health.at,
+        at=seen.at,
         source=Source.NVML,
         kind=kind,
         action=decided.action,
         domain=decided.domain or Domain.HARDWARE,
         why=decided.why,
-        present_at_start=present_at_start,
         certain=decided.certain,
-        pci=canonical(health.pci),
-        gpu=health.uuid,
+        pci=canonical(seen.pci),
+        gpu=seen.uuid,
+        **more,
     )

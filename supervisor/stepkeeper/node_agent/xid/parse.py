@@ -23,12 +23,13 @@ Drivers wrote the report in these ways, oldest first; the function number is in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import BinaryIO, Final
 
 import msgspec
 
 from stepkeeper.node_agent.xid.catalogue import TEXT_CHARACTERS_MAX, Kind
+from stepkeeper.run_store import lines
 
 SYSCTL = "net.netfilter.nf_log_all_netns"  # with it, records of netfilter begin with any user's text
 RECORD_CHARACTERS_MAX = 16_384  # the kernel's own limit is far below
@@ -60,7 +61,7 @@ _NETFILTER = re.compile(
 )
 _DRIVER_LOADED = "NVRM: loading NVIDIA UNIX "
 _PID = re.compile(r"pid=(?:[0-9]{1,10}|'?<unknown>'?)(?:,[ ]?|\Z)")
-_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+_ESCAPE = re.compile(rb"\\x([0-9a-fA-F]{2})")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ def parse(record: str) -> Report | None:
             kind=Kind.XID,
             code=int(match["code"]),
             pci=_address(match),
-            instance=_instance(match["gi"], match["ci"]),
+            instance=instance(match["gi"], match["ci"]),
             payload=_without_process(record[match.end() :]),
             record=record[:TEXT_CHARACTERS_MAX],
         )
@@ -136,15 +137,15 @@ def canonical(pci: str) -> str:
     return _address(match) if match else pci.lower()
 
 
-def unescaped(text: str) -> str:
-    r"""Return text with the escapes of /dev/kmsg undone.  Split records first: `\x0a` is a line feed *in* a record.
+def unescape(text: bytes) -> str:
+    r"""Undo the escapes of /dev/kmsg.  Split records first: `\x0a` is a line feed *in* a record.
 
-    >>> unescaped(r"has\x0aNVRM: fallen")
+    >>> unescape(rb"has\x0aNVRM: fallen")
     'has\nNVRM: fallen'
     """
-    if "\\x" not in text:
-        return text
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    if b"\\x" in text:
+        text = _ESCAPE.sub(lambda match: bytes((int(match[1], 16),)), text)
+    return text.decode(errors="replace")
 
 
 def _address(match: re.Match[str]) -> str:
@@ -152,7 +153,8 @@ def _address(match: re.Match[str]) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
 
 
-def _instance(gi: str | None, ci: str | None) -> str:
+def instance(gi: str | int | None, ci: str | int | None) -> str:
+    """Return the slice of a GPU that a report is about: `GI 5 CI 0`; "" where it is about the whole."""
     if gi is None:
         return ""
     return f"GI {int(gi)}" if ci is None else f"GI {int(gi)} CI {int(ci)}"
@@ -188,7 +190,6 @@ def _without_process(text: str) -> str:
 # a record that holds a line feed becomes several lines.  Only what this host reads from /dev/kmsg leads to a drain.
 
 LINE_BYTES_MAX: Final = 16_384  # a longer one is no kernel record, and is passed over
-CHUNK_BYTES: Final = 1 << 20
 LOST_LINES_MAX: Final = 3  # of the record that a lost GPU is reported in
 ANNOUNCED_MAX: Final = 1024  # GPUs
 
@@ -237,93 +238,39 @@ def record_of(line: str, *, allow_injected: bool = False) -> str | None:
     user = (match["priority"] is not None and int(match["priority"]) >> 3 != 0) or facility not in (None, "kern")
     if user and not allow_injected:
         return None
-    record = unescaped(line[match.end() :])
+    record = unescape(line[match.end() :].encode(errors="replace"))
     return record.replace("#012", "\n") if record.startswith(_LOST_BEGINS) else record  # rsyslog's line feed
 
 
-def scan(read: Callable[[int], bytes], *, allow_injected: bool = False) -> Iterator[Sighting]:
-    """Yield the fault reports of a log, whatever its bytes are.
+def scan(file: BinaryIO, *, allow_injected: bool = False) -> Iterator[Sighting]:
+    """Yield the fault reports of a log, whatever its bytes are.  Memory is bounded.
 
-    `read` returns up to that many bytes and none at the end, as `read1` does.  Memory is bounded by `CHUNK_BYTES`.
+    Raises:
+        OSError: it cannot be read, or holds next to no line.
     """
-    log = _Log(allow_injected=allow_injected)
-    for line, adjacent in _candidates(read):
-        yield from log.look(line, adjacent=adjacent)
-
-
-class _Log:
-    """What lines before say about this one."""
-
-    def __init__(self, *, allow_injected: bool) -> None:
-        self._allow_injected = allow_injected
-        self._announced: dict[str, str] = {}  # PCI address: UUID
-        self._started: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
-        self._started_record = ""
-
-    def look(self, data: bytes, *, adjacent: bool) -> Iterator[Sighting]:
-        line = data.decode("utf-8", errors="backslashreplace")
-        record = record_of(line, allow_injected=self._allow_injected)
-        begun, self._started = self._started if adjacent else [], []
-        if record is None:
-            return
+    announced: dict[str, str] = {}  # PCI address: UUID
+    started: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
+    whole = ""  # their record
+    for data in lines.forwards(file):
+        begun, started = started, []
+        line = data.removesuffix(b"\r").decode("utf-8", errors="backslashreplace") if _may_matter(data) else ""
+        record = record_of(line, allow_injected=allow_injected) or ""
         if report := parse(record):
-            yield self._sighting(line, report)
+            yield Sighting(line=line, report=report, gpu=announced.get(report.pci, ""))
         elif found := announcement(record):
-            self._remember(found)
+            if len(announced) < ANNOUNCED_MAX:
+                announced[found.pci] = found.uuid
         elif record.startswith(_LOST_BEGINS):
-            self._started, self._started_record = [line], record
-        elif begun:
+            started, whole = [line], record
+        elif begun and record:
             # some programs indent what continues a record, others repeat the beginning of the line
             begun.append(line)
-            self._started_record += "\n" + record.strip()
-            if report := parse(self._started_record):
-                yield self._sighting("\n".join(begun), report)
+            whole += "\n" + record.strip()
+            if report := parse(whole):
+                yield Sighting(line="\n".join(begun), report=report, gpu=announced.get(report.pci, ""))
             elif len(begun) < LOST_LINES_MAX:
-                self._started = begun
-
-    def _sighting(self, line: str, report: Report) -> Sighting:
-        return Sighting(line=line, report=report, gpu=self._announced.get(report.pci, ""))
-
-    def _remember(self, found: Announcement) -> None:
-        if len(self._announced) < ANNOUNCED_MAX:
-            self._announced[found.pci] = found.uuid
+                started = begun
 
 
-def _candidates(read: Callable[[int], bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield each line that holds a token, and whether it follows at once upon the one yielded before."""
-    rest = b""
-    offset = 0  # of `rest`, in the input
-    follows = -1  # offset behind the line that was yielded last
-    skipping = False  # inside a line that is too long
-    while True:
-        chunk = read(CHUNK_BYTES)
-        buffer = rest + chunk
-        whole = buffer.rfind(b"\n") + 1 if chunk else len(buffer)
-        begin = 0
-        if skipping:
-            begin = buffer.find(b"\n") + 1
-            skipping = begin == 0
-        if not skipping:
-            for start, end in _lines_with_tokens(buffer, begin, whole):
-                if end - start <= LINE_BYTES_MAX:
-                    yield buffer[start:end].removesuffix(b"\r"), offset + start == follows
-                    follows = offset + end + 1
-        if not chunk:
-            return
-        rest = b"" if skipping else buffer[whole:]
-        if len(rest) > LINE_BYTES_MAX:
-            rest, skipping = b"", True
-        offset += len(buffer) - len(rest)
-
-
-def _lines_with_tokens(buffer: bytes, begin: int, whole: int) -> list[tuple[int, int]]:
-    """Return where the lines start and end that hold a token, in order."""
-    found: dict[int, int] = {}
-    for token in _TOKENS:
-        position = buffer.find(token, begin, whole)
-        while position >= 0:
-            end = buffer.find(b"\n", position, whole)
-            end = end if end >= 0 else whole
-            found[max(begin, buffer.rfind(b"\n", 0, position) + 1)] = end
-            position = buffer.find(token, end, whole)
-    return sorted(found.items())
+def _may_matter(line: bytes) -> bool:
+    return len(line) <= LINE_BYTES_MAX and any(token in line for token in _TOKENS)

@@ -42,7 +42,7 @@ _RUNGS = {
     Rung.LEAVE: "continues without that node",
     Rung.ROLLBACK: "goes back to a verified checkpoint before it",
     Rung.REQUEUE: "requeues the job",
-    Rung.STOP: "stops, and calls a person (notify_command)",
+    Rung.STOP: "stops, and runs notify_command",
 }
 _PLACES = re.compile(r"\b(?:RUN|JOB|NODE)\b")
 

@@ -179,7 +179,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "explain",
         help="show why a launch failed, and what to do",
-        description="Say why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
+        description="Show why the newest failed launch of a run failed, or what log files show (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -189,7 +189,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="FILE",
         nargs="+",
         action="extend",
-        help="judge these logs instead, one a node (-: stdin; torch's error files too)",
+        help="judge these logs instead, one for each node (-: stdin; also error files of torchrun)",
     )
     command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest that failed)")
     command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest that failed)")

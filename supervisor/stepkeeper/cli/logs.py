@@ -298,10 +298,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--failed",
         action="store_true",
-        help="what the rank that failed first printed last, in the newest launch that failed",
+        help="the last lines of the rank that failed first, in the newest launch that failed",
     )
     command.add_argument(
-        "-f", "--follow", action="store_true", help="print lines as they come, over relaunches, until the run ends"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print lines as they come, also of later launches, until the run ends",
     )
     command.add_argument("--tail", type=int, metavar="N", help="only the newest N lines of each node")
     command.add_argument("--json", action="store_true", help="JSON lines with node, rank, line")

@@ -39,7 +39,7 @@ def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -
         "scancel 12",
     ):
         assert words in said.out
-    assert "No word" not in said.out
+    assert "Nobody has written" not in said.out
     assert len(said.out.splitlines()) <= 24
     assert max(map(len, said.out.splitlines())) <= 400
 
@@ -117,10 +117,10 @@ def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None
 def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: RunDirectory) -> None:
     build.write_status(run, updated_at=time.time() - 3662)
 
-    assert "No word from the supervisor for 1 h 01 min" in command("status", run.path).out
+    assert "Nobody has written the status for 1 h 01 min" in command("status", run.path).out
 
     build.write_status(run, updated_at=time.time() - 3662, step_seconds=600.0)
-    assert "No word" not in command("status", run.path).out
+    assert "Nobody has written" not in command("status", run.path).out
 
 
 def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: RunDirectory) -> None:
@@ -132,7 +132,7 @@ def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: Run
     assert "the training finished at step 300" in said.out
     assert "scancel" not in said.out
     assert "to continue" not in said.out
-    assert "No word" not in said.out
+    assert "Nobody has written" not in said.out
 
 
 def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -> None:

@@ -180,10 +180,10 @@ def test_a_supervisor_that_is_gone_trains_no_longer(command: Command, run: RunDi
     assert "NO WORD for 40 s, was TRAINING" in said
     assert "job 12 is FAILED: it does not continue without you" in said
     assert "TRAINING for" not in said
-    assert "no word for 40 s" in line(seen, NOW)
+    assert "no update for 40 s" in line(seen, NOW)
     now = time.time()
     build.write_status(run, updated_at=now - 60, alive_at=now - 40)
-    assert "unknown, no word for 40 s; it was training" in command("status", run.path).out
+    assert "unknown, no update for 40 s; it was training" in command("status", run.path).out
     assert "the supervisor wrote 40 s ago" in command("status", run.path).out
 
 

@@ -85,7 +85,7 @@ def test_an_end_is_told_from_a_requeue(run: RunDirectory) -> None:
     build.write_status(run, phase="done", exit_code=20)
     assert is_over(glance(run))
     said = "\n".join(drawn(run))
-    assert "ENDED (20): the training failed again and again" in said
+    assert "ENDED (20): the training failed repeatedly" in said
     assert "scancel" not in said
 
 

@@ -45,9 +45,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     stop = subcommands.add_parser(
         "stop",
         help="ask a run to save a checkpoint, and to end",
-        description="Ask a run to save a checkpoint at the next step, and to end; it is not requeued.  A job that waits "
-        "in the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
-        "resume` submits the run again, and it resumes.  (`scancel JOB` ends it without a checkpoint.)",
+        description="Ask a run to save a checkpoint at the next step, and to end; it is not requeued.  A job that "
+        "waits in the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  "
+        "`stepkeeper resume` submits the run again, and it resumes.  (`scancel JOB` ends it without a checkpoint.)",
     )
     _declare(stop, "stop")
 

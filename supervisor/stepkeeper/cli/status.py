@@ -403,8 +403,8 @@ def _show(
     if silent:
         printing.say()
         printing.say(
-            f"No word from the supervisor for {duration(seen['heard_ago_s'])}, and nobody else writes the status: the "
-            f"job is suspended or gone, or its storage hangs; `squeue -j {status.job_id}` tells."
+            f"Nobody has written the status for {duration(seen['heard_ago_s'])}: the job is suspended or gone, or its "
+            f"storage hangs.  Check it with `squeue -j {status.job_id}`."
         )
     printing.say()
     printing.say(f"events: stepkeeper events {run.path}    logs: stepkeeper logs {run.path}")
@@ -429,7 +429,7 @@ def _phases(
         return rows
     phase = status.phase
     if seen["silent"]:
-        phase = f"unknown, no word for {duration(seen['heard_ago_s'])}; it was {status.phase}"
+        phase = f"unknown, no update for {duration(seen['heard_ago_s'])}; it was {status.phase}"
     elif seen["phase_since"] is not None:
         since = seen["phase_since"]
         phase += f", for {duration(max(0.0, now - since))} (since {instant(since)})"
@@ -480,7 +480,7 @@ def _training(status: Status, seen: dict[str, Any], now: float) -> list[tuple[st
 
 def _progress(status: Status, seen: dict[str, Any]) -> str:
     if status.step is None:
-        return "none completed that the supervisor heard of"
+        return "none reported yet"
     parts = [progress.steps(status), progress.loss(status)]
     if status.tokens:
         parts.append(f"{status.tokens:,} tokens")

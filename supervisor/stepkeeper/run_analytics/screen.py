@@ -399,7 +399,7 @@ def line(seen: Glance, now: float) -> str:
         step = "no trainer library"
     parts = [step, progress.loss(status)]
     if is_silent(status, now):
-        parts.append(f"no word for {duration(now - heard_at(status))}")
+        parts.append(f"no update for {duration(now - heard_at(status))}")
     elif status.phase == Phase.TRAINING:
         parts.append(progress.eta(progress.seconds_left(status, seen.rows), now, works=True))
     return clean(f"{at}  {where:<6} {status.phase:<10}  " + " ".join(part for part in parts if part))

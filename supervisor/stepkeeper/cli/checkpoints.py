@@ -347,7 +347,7 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
     )
     prune.add_argument("--every", type=whole, metavar="M", help="keep a milestone of every M steps")
-    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
+    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the training")
     prune.add_argument("--total-steps", type=whole, metavar="N", help="number of all steps, for --every-percent")
     prune.add_argument("--best", type=whole, default=0, metavar="N", help="keep the N best")
     prune.add_argument(
@@ -385,7 +385,7 @@ def prune_steps(arguments: argparse.Namespace) -> int:
     printing.say(f"{rules_in_words(policy)} ({origin})")
     rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
     rows += [(name, "kept", why) for name, why in outcome.spared]
-    rows += [(name, fate, "no rule wants it") for name in gone]
+    rows += [(name, fate, "no rule keeps it") for name in gone]
     if rows:
         printing.say_table(sorted(rows, reverse=True))
     else:

@@ -347,7 +347,9 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
     )
     prune.add_argument("--every", type=whole, metavar="M", help="keep a milestone of every M steps")
-    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the training")
+    prune.add_argument(
+        "--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the training"
+    )
     prune.add_argument("--total-steps", type=whole, metavar="N", help="number of all steps, for --every-percent")
     prune.add_argument("--best", type=whole, default=0, metavar="N", help="keep the N best")
     prune.add_argument(

@@ -38,7 +38,7 @@ def test_what_an_on_call_person_needs_fits_on_a_small_terminal(run: RunDirectory
         "my-run",
         "TRAINING for",
         "job 12 (restart 1), attempt 1, launch 0",
-        "step    250, loss 2.125, 1 s a step, 250,000 tokens, heard 30 s ago",
+        "step    250, loss 2.125, 1 s a step, 250,000 tokens, updated 30 s ago",
         "saved   step 200, 50 steps ago, 50 s ago",
         "4.41 to 4.88",
         "nodes   2 in use; left: n9 (XID 79)",

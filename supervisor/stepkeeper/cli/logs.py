@@ -290,7 +290,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what the ranks printed",
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
     command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
     command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest)")
     command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")

@@ -224,7 +224,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "run",
         nargs="?",
         metavar="RUN",
-        help="run directory or job id (default: STEPKEEPER_RUN_DIR or the run in this directory; else all runs)",
+        help="run directory or job id (default: the run in this directory, or STEPKEEPER_RUN_DIR; else all runs)",
     )
     command.add_argument(
         "--all", action="store_true", help="all runs below runs/, and those that you have started elsewhere"

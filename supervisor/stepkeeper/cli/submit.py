@@ -321,7 +321,9 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
     command.add_argument(
         "--sbatch", metavar="OPTION", action="append", default=[], help="change one option: --sbatch=--time=2:00:00"
     )

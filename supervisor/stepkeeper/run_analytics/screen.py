@@ -318,7 +318,7 @@ def _step(seen: Glance, now: float, width: int, *, plain: bool) -> list[str]:
         parts.append(f"{duration(progress.pace(seen.rows) or status.step_seconds)} a step")
     if status.tokens:
         parts.append(f"{status.tokens / MANY:,.0f} M tokens" if status.tokens >= MANY else f"{status.tokens:,} tokens")
-    parts.append(f"heard {duration(max(0.0, now - status.updated_at))} ago")
+    parts.append(f"updated {duration(max(0.0, now - status.updated_at))} ago")
     rows = [_row("step", ", ".join(part for part in parts if part))]
     done = progress.share(status)
     if done is not None and status.exit_code != ExitCode.FINISHED:

@@ -1,31 +1,38 @@
-"""`python -m tests.picture FILE.svg`: the README's moving picture, of a training that is really preempted.
+"""`python -m tests.picture status.svg live.png`: the pictures of a training that is really preempted.
 
-The screens are those of `stepkeeper status --follow`, looked at on the lab while the job runs, is preempted, waits and
-resumes.  A viewer who wants no motion sees the last one.
+The screens of the moving picture are those of `stepkeeper status --follow`, looked at on the lab while the job runs, is
+preempted, waits and resumes.  A viewer who wants no motion sees the last one.  The other picture is the page of
+`stepkeeper status --web` in Chromium, after the resume.
 """
 
 import argparse
 import html
+import json
 import os
 import re
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
 from stepkeeper.core import events as on
-from stepkeeper.run_analytics import reading
+from stepkeeper.run_analytics import reading, web
 from stepkeeper.run_analytics.follow import Look
 from stepkeeper.run_analytics.screen import screen
 from stepkeeper.run_store.paths import RunDirectory
 from tests.lab import Lab, LabOptions
+from tests.report.browser import Browser
 from tests.training import Training
 
 COLUMNS, LINES = 88, 20
 CHARACTER, LINE, MARGIN = 8, 18, 16  # pixels
 FRAME_S = 1.6
 FRAMES_A_PHASE = 2
+WINDOW = (1000, 1380)  # pixels of the page
+SHOWN_PLACE = "/scratch/ada/runs"  # in place of the lab's directory
 _PHASE = re.compile(r"phase +(\w+)")
 
 
@@ -62,8 +69,8 @@ class Film:
         return words.replace(str(self._run.path.parent), "runs")
 
 
-def film(lab: Lab) -> list[list[str]]:
-    """Have a training preempted, and film it."""
+def film(lab: Lab, page: Path) -> list[list[str]]:
+    """Have a training preempted, film it, and save its page."""
     training = Training(lab, name="llm", steps=300, step_seconds=0.2).submit()
     training.until(lambda: training.step() >= 60, "the first steps")
     shown = Film(RunDirectory(training.run_dir))
@@ -80,7 +87,34 @@ def film(lab: Lab) -> list[list[str]]:
     training.until(lambda: filmed(over=len(training.events(on.AttemptStarted)) > 1), again)
     training.until(lambda: filmed(over=training.step() >= 150), "steps again")
     shown.take(anyway=True)
+    training.until(lambda: training.step() >= 200, "more steps")
+    photograph(RunDirectory(training.run_dir), page)
     return shown.frames
+
+
+def photograph(run: RunDirectory, file: Path) -> None:
+    """Save the page of a run that goes on, as a browser shows it."""
+    server, token = web.listen(run)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+            browser.look(*WINDOW, "light")
+            browser.command("Emulation.setScrollbarsHidden", hidden=True)
+            browser.open(f"http://127.0.0.1:{server.server_port}/{token}/")
+            browser.run(RENAME % (json.dumps(str(run.path.parent)), json.dumps(SHOWN_PLACE)))
+            browser.picture(file)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# where the lab is tells a reader nothing
+RENAME = """
+const parts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (parts.nextNode()) parts.currentNode.nodeValue = parts.currentNode.nodeValue.replaceAll(%s, %s);
+"""
 
 
 def drawing(frames: list[list[str]]) -> str:
@@ -116,13 +150,14 @@ def _line(number: int, text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the README's moving picture.")
-    parser.add_argument("file", type=Path)
+    parser = argparse.ArgumentParser(description="Make the README's moving picture, and that of the page.")
+    parser.add_argument("file", type=Path, help="SVG of the terminal")
+    parser.add_argument("page", type=Path, help="PNG of the page")
     options = parser.parse_args()
     lab = Lab(LabOptions(nodes=4, grace_time_s=30), owned=True).up()
     os.environ["SLURM_CONF"] = str(lab.place.conf)  # the screen of a job that waits says what squeue does
     try:
-        frames = film(lab)
+        frames = film(lab, options.page)
     finally:
         lab.down()
     options.file.write_text(drawing(frames), encoding="utf-8")

@@ -162,7 +162,7 @@ def test_what_stepkeeper_does_next_goes_by_the_settings_of_the_run(command: Comm
 
     assert following == (
         "Stepkeeper starts the ranks again on the same nodes after 30 s; if it fails in the same way again, "
-        "it requeues the job; later: stops, and calls a person (notify_command)"
+        "it requeues the job; later: stops, and runs notify_command"
     )
 
 

@@ -52,7 +52,7 @@ def test_what_is_not_known_is_a_warning_with_a_remedy(capsys: pytest.CaptureFixt
     found = said(capsys, f"{TRAINER}TrainingArguments(output_dir=f'{{x}}')\n", "python train.py")
     assert found[FRAMEWORK][0::2] == ("warning", "set --checkpoint-dir")
     assert (found[RESUME][0], "{resume}" in found[RESUME][2]) == ("warning", True)
-    assert "where {resume} stands" in said(capsys, TRAINER, "python train.py {resume}")[RESUME][1]
+    assert "in place of {resume}" in said(capsys, TRAINER, "python train.py {resume}")[RESUME][1]
 
     found = said(capsys, "import torch\n", "python train.py")
     assert found.keys() == {FRAMEWORK}

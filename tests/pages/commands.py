@@ -14,7 +14,10 @@ HEAD = """# Commands
 {made}
 
 `stepkeeper COMMAND --help` prints the same.  RUN is a run directory, or the number of any job that has worked on the
-run.  Reading commands take `--json`.  Exit codes are in [exit codes](exit-codes.md), settings in
+run.  The run in this directory is the working directory if that is a run directory.  Otherwise it is
+`STEPKEEPER_RUN_DIR`, or else the newest one below `runs/`.
+
+Reading commands take `--json`.  Exit codes are in [exit codes](exit-codes.md), settings in
 [configuration](configuration.md).
 
 """

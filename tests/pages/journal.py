@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import re
 import sys
 import tokenize
 import typing
@@ -20,6 +21,8 @@ from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal
 from tests.pages.tables import MADE, table
 
+_CLASS = re.compile(r"`([A-Z]\w+)`")
+
 
 class Field(NamedTuple):
     """One field of a declared structure."""
@@ -34,33 +37,33 @@ def page() -> str:
     """Return the page."""
     out = ["# The journal: `journal.jsonl`", "", MADE, "", inspect.cleandoc(_doc(journal)), ""]
     out += [
-        "`stepkeeper events RUN --json` prints the records as they stand.  Where storage failed in the",
-        "middle of a write, records may stand there twice.  Fields with a default are left out where they",
-        "have it.",
+        "`stepkeeper events RUN --json` prints the records.  After a failed write a record may be there twice.",
+        "A field that has its default value is left out.",
         "",
         "## Record",
         "",
         inspect.cleandoc(_doc(journal.Record)),
         "",
         *_fields(journal.Record, journal, ()),
-        f"`phase` is one of {', '.join(f'`{phase.value}`' for phase in Phase)}.",
+        f"`phase` is one of {', '.join(f'`{phase.value}`' for phase in Phase)}.  Types are those of Python.",
+        "`Why` is a list of [reasons](#reasons).  The other structures have a section [at the end](#structures).",
         "",
         "## Events",
         "",
-        "Every event has its name in `event`, and its instant in `at`, in Unix seconds. The instant never goes",
-        "backwards within an attempt.",
+        "`event` has the name of the event, and `at` its time in Unix seconds.  Within an attempt this time never goes",
+        "backwards.",
         "",
     ]
     for each in typing.get_args(events.Event):
         out += _section(each, sys.modules[each.__module__], ("at",))
-    out += ["## Effects", "", "Every effect has its name in `effect`.", ""]
+    out += ["## Effects", "", "An effect is one thing that the supervisor does.  `effect` has its name.", ""]
     for each in typing.get_args(effects.Effect):
         out += _section(each, effects, ())
-    out += ["## Reasons", "", inspect.cleandoc(_doc(reasons)), "", "A reason has its name in `reason`.", ""]
+    out += ["## Reasons", "", inspect.cleandoc(_doc(reasons)), "", "`reason` has the name of the reason.", ""]
     facts = [
         [f"`{_tag(each)}`", _facts(each), inspect.cleandoc(_doc(each))] for each in typing.get_args(reasons.Reason)
     ]
-    out += [*table("name facts meaning", facts), "", "## Structures inside events", ""]
+    out += [*table("name facts meaning", facts), "", "## Structures", ""]
     for structure in _inside():
         out += [f"### {structure.__name__}", "", inspect.cleandoc(_doc(structure)), ""]
         if issubclass(structure, StrEnum):
@@ -102,7 +105,14 @@ def _facts(declared: Any) -> str:
 
 def _doc(thing: Any) -> str:
     assert thing.__doc__, f"{thing} has a docstring: ruff sees to it"
-    return str(thing.__doc__)
+    return _CLASS.sub(_linked, str(thing.__doc__))
+
+
+def _linked(found: re.Match[str]) -> str:
+    """Return a class that has a section by its name in the journal, as a link to that section."""
+    tag = {each.__name__: _tag(each) for each in (*typing.get_args(events.Event), *typing.get_args(effects.Effect))}
+    name = tag.get(found[1])
+    return f"[`{name}`](#{name})" if name else found[0]
 
 
 def _fields(declared: Any, module: ModuleType, known: tuple[str, ...]) -> list[str]:

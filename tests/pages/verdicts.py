@@ -11,129 +11,164 @@ from stepkeeper.watcher.stacks import NATIVE_WITHIN_S
 from tests.pages.tables import MADE
 
 LEAD = f"""
-`stepkeeper explain RUN` shows why the newest failed launch of a run failed (`--attempt`, `--launch` name another).
-`stepkeeper explain --log FILE ...` shows what log files say on their own.  Give one a node; `-` is stdin.  Torch's
-error files work too.  RUN by the number of a job means the launches of that job, where several have worked on
-the run.
+`stepkeeper explain RUN` shows why the newest failed launch of a run failed.  `--attempt` and `--launch` name another
+one.  RUN may be a job number.  If several jobs have worked on the run, only the launches of that job count.
+
+`stepkeeper explain --log FILE ...` judges log files without a run.  Give one file for each node, or `-` for stdin.
+Error files of torchrun work too.
 
 `--json` prints one object with these keys:
 
 - the verdict: `cause`, `rule`, `confidence`, `role`, `evidence`, `location`, `rank`, `node`, `happened`, `todo`
 - `otherwise`: the verdict without the strongest piece of evidence
-- `message`: what the program or Slurm said
-- `who`: rank, node, process, GPU, and `log`, the file and line
-- `last_lines`: the last error-like lines of that log, or its last lines
+- `message`: the error message of the program or of Slurm
+- `who`: rank, node, process, GPU, and `log` (file and line)
+- `last_lines`: the last lines of that log that look like errors; if none does, its last lines
 - `next`: what Stepkeeper does next, by the settings of the run
-- `confirm`: commands
-- of a run: `run`, `attempt`, `launch`, `job_id`
-- `followed`: the next launch of the run
-- `end`: how the newest attempt of the run ended (`at`, `code`, `reason`)
+- `confirm`: commands that confirm the cause
+- only for a run: `run`, `attempt`, `launch`, `job_id`
+- only for a run, `followed`: the next launch
+- only for a run, `end`: how its newest attempt ended (`at`, `code`, `reason`)
+- only for a run, `left_out`: data that the training leaves out (`step`, `steps`)
+- only with `--log`, `logs`: the files
 
-The rules are data: `supervisor/stepkeeper/diagnosis/rules.toml`.  The logs that they are measured by are in
-`tests/diagnosis/corpus`.
+The supervisor judges every failed launch in the same way, while it prepares the next one.  Then it acts by the
+[recovery ladder](#the-recovery-ladder).  A verdict with less confidence than {Limits().judged_from:g} counts as
+`unknown`.
 
-A supervisor that finds a launch failed judges it in the same way, while it prepares the next one.  It acts by the
-cause's row of the ladder (below).  A verdict of less confidence than {Limits().judged_from:g} decides as
-`unknown` does.
-
-What the supervisor itself saw is a root too: `progress-silence` is a hang, with what its ranks did (see below).
-`computed-wrongly` is a rank that came to other bits where it computed a micro-batch again
-([silent corruption](trainer-api.md#silent-corruption)).  It outweighs all other evidence.
-`loss-not-finite`, `loss-spike` and `loss-discontinuity` are numerical.  A rank that the supervisor killed is no
-evidence.  Nor are Stepkeeper's own lines in a log: JSON or text of the supervisor, lines of the trainer library.
-
-The journal says why the supervisor had a launch stopped: `asked-to-stop` (who, and when), `limit-notice`,
-`left-on-purpose`.  Where the launch failed all the same, that only supports what else is known.
-
-For an attempt without a final record, the evidence is who had the job run again:
-
-- Slurm did, as it does where a node failed: `slurm-requeued-itself`.
-- A watcher on another node than the supervisor's did: `batch-node-gone`.
-- The watcher beside the supervisor did, which proves that the node lives: `supervisor-gone`.
+The rules are data: `supervisor/stepkeeper/diagnosis/rules.toml`.  `tests/diagnosis/corpus` has the logs by which they
+are tested.
 
 ## How evidence is joined
 
-1. A root says what went wrong, a cascade follows from it elsewhere, a confirmation supports.  Roots beat cascades: a
-   collective's timeout is the verdict only where no rank says more, and `role` is `cascade` then.
-2. A root below {LIKELY:g} gives way to any other.
-3. A fault of a node is the verdict where it explains what the ranks say.  It does not explain a program's own error.
-4. Slurm's word is the verdict where it alone says why, or where it came before any rank failed.
-5. Of several roots, that of the rank that failed first.  Within one log, the more certain one, then the earlier one.
-6. An error after which training continued did not end it.  Ranks that Slurm ends write on until it kills them.
-7. A process that was asked to terminate, or was killed after another one had failed, gives way to what failed.
-8. In a chain of exceptions, the one that a rule knows counts.  Else the one named as the cause counts, else the last
-   one.  NCCL's `Last error:` decides over the kind of its error.
-9. A warning is a cascade, and weaker.
+Each piece of evidence has a role:
 
-Known prefixes are taken off each line: labels of srun, torchrun, mpirun and pdsh, colours and progress bars.  So are
-those of Kubernetes, docker compose and Ray, and times with what loggers put behind them.  What stands before the first
-line of a traceback is taken off its other lines, whatever it is.  Tracebacks of several writers are kept apart.
+- A **root** says what went wrong.
+- A **cascade** is a consequence of something that went wrong elsewhere.
+- A **confirmation** only supports other evidence.
 
-A log is read at both ends (0.5 MiB and 4 MiB), lines beyond {LINE_CHARACTERS_MAX:,} characters without their middle.
+These rules choose the verdict:
+
+1. Roots beat cascades.  So a timeout of a collective is the verdict only if no rank says more.  `role` is then
+   `cascade`.
+2. A root with less confidence than {LIKELY:g} gives way to any other root.
+3. A fault of a node is the verdict if it explains what the ranks say.  It does not explain an error of the program.
+4. Slurm's message is the verdict if no other evidence gives a reason, or if it came before any rank failed.
+5. Of several roots, that of the rank that failed first counts.  Within one log the more certain one counts, then the
+   earlier one.
+6. An error after which the training continued is not the cause.  Steps that ranks complete while Slurm ends them do
+   not count as such.
+7. A process may have been terminated or killed because another one had failed.  Then the failed one counts.
+8. In a chain of exceptions, the one that a rule knows counts.  Otherwise the one named as the cause counts, or else
+   the last one.  NCCL's `Last error:` counts more than the kind of its error.
+9. A warning is a cascade with less confidence.
+
+The supervisor's own findings are roots too:
+
+- `progress-silence`: a hang, with what the ranks did ([below](#training-that-hangs))
+- `computed-wrongly`: a rank computed a micro-batch twice, with different results
+  ([silent corruption](trainer-api.md#silent-corruption)).  It outweighs all other evidence.
+- `loss-not-finite`, `loss-spike`, `loss-discontinuity`: the cause is `numerical`.
+
+The end of a rank that the supervisor killed is no evidence.  Lines that Stepkeeper itself wrote into a log are none
+either.
+
+The journal shows why the supervisor stopped a launch on purpose:
+
+- `asked-to-stop`: a person asked for it.
+- `limit-notice`: the time limit of the job was near.
+- `left-on-purpose`: Stepkeeper had another reason.
+
+If the launch failed all the same, this only supports other evidence.
+
+If an attempt has no final record, the evidence is who requeued the job:
+
+- `slurm-requeued-itself`: Slurm did, as it does after a node failure.
+- `batch-node-gone`: a watcher on another node than the supervisor's did.
+- `supervisor-gone`: the watcher on the supervisor's node did, so that node is alive.
+
+Before the rules see a line, known prefixes are removed.  They are timestamps with the fields of a logger, colours,
+progress bars, and labels of launchers.  srun, torchrun, mpirun, pdsh, Kubernetes, docker compose and Ray are known.
+Text before the first line of a traceback is removed from its other lines too.  Tracebacks of several processes in one
+log are kept apart.
+
+Of a long log, the first 0.5 MiB and the last 4 MiB are read.  A line with more than {LINE_CHARACTERS_MAX:,} characters
+is read without its middle.
 """
 
 
 HANG = f"""
-Before the supervisor ends a training that hangs, each node's watcher collects what its ranks do.  It does so twice,
-seconds apart.  All of it stays in the launch's logs, below `stacks/`:
+Before the supervisor ends a training that hangs, the watcher of each node collects what its ranks do.  It does so
+twice, with seconds in between.  The files are below `stacks/` in the logs of the launch:
 
-- `rank-R.txt`: the stacks of all threads, by py-spy where it is installed (on the `PATH` or beside Stepkeeper).  Else
-  Python's faulthandler gives them.  Native stacks need py-spy.  The file also has what the kernel says of each thread
-  and of the rank's children.  That is the state, the system call, and the file, socket or device of that call.
-- `collectives-rank-R.json`: where the rank is in each group's collectives.  A thread of the trainer library asks
-  torch's flight recorders for it (NCCL's, and that of CPU groups).  NCCL's RAS is asked too
+- `rank-R.txt`: the stacks of all threads.  They come from py-spy if it is installed (on the `PATH` or beside
+  Stepkeeper), otherwise from Python's faulthandler.  Native stacks need py-spy.  The file also shows what the kernel
+  knows about each thread and each child process.  That is its state, its system call, and the file, socket or device
+  of that call.
+- `collectives-rank-R.json`: how far the rank is in the collectives of each process group.  A thread of the trainer
+  library reads it from torch's flight recorders, for NCCL and for CPU groups.  NCCL's RAS is asked too
   ([slow training](slow-training.md)).
+- `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: the dumps of these flight recorders.
+- `nccl-of-rank-R`: torch's own NCCL dump, if the timeout of NCCL came first.  `torchfrtrace` reads it.
 
-- `flight-recorder-nccl-rank-R.json`, `flight-recorder-cpu-rank-R.json`: what they said themselves.
-- `nccl-of-rank-R`: NCCL's own dump, where its timeout was shorter than our patience; `torchfrtrace` reads it.
+Python stacks come first.  Native stacks have {NATIVE_WITHIN_S:g} s for all ranks of a node.  If there are none, the log
+says why (`watcher`).  py-spy and the names of system calls need permission to trace processes of the same user:
+`kernel.yama.ptrace_scope = 0` on the nodes.  Without it, the file has the stacks of faulthandler and where each thread
+sleeps.
 
-Python's stacks come first.  The native ones have {NATIVE_WITHIN_S:g} s for all ranks of a node.  If there are
-none, the log says why (`watcher`).  py-spy and the kernel's word on system calls need permission to trace one's own
-processes: `kernel.yama.ptrace_scope = 0` on the nodes.  Without it there are faulthandler's stacks, and where each
-thread sleeps.
+The verdict joins stacks and collectives:
 
-The verdict puts stacks and collectives together:
-
-    rank 2 is in the data loader (train.py:61 in step); 3 ranks, 0 to 3: each waits in all_reduce (train.py:66 in step);
+    rank 2 is in the data loader (train.py:61 in step); ranks 0, 1, 3: each waits in all_reduce (train.py:66 in step);
     ranks 0, 1, 3 wait in all_reduce #812 of the default group, rank 2 has not entered it (the newest it entered is
     all_gather #811)
 
 | words | meaning |
 | --- | --- |
-| `in cuStreamSynchronize (libcuda.so.1)` | where the rank is below Python: in this function, of that library |
-| `in read of /data/7.bin under mdb_get (liblmdb.so.0)` | the library waits in a system call, for that file |
-| `its process 4711 is in read of /data/7.bin` | a process of the rank's own does, such as a data loader's worker |
-| `was stopped by a signal, and is in step (...)` | it can do nothing; so where it `waits for a device ...` |
-| `rank 2 has not entered it` | it is the one to check: its stack, its node |
+| `in cuStreamSynchronize (libcuda.so.1)` | below Python, the rank is in this function of this library |
+| `in read of /data/7.bin under mdb_get (liblmdb.so.0)` | the library waits in a system call for this file |
+| `its process 4711 is in read of /data/7.bin` | a child process of the rank waits, such as a worker of a data loader |
+| `was stopped by a signal, and is in step (...)` | the rank cannot run |
+| `waits for a device ...` | the rank cannot run until a device or file system answers |
+| `rank 2 has not entered it` | rank 2 is the one to check: its stack, its node |
 | `rank 2 does not answer` | it was stopped, is stuck in the kernel, or holds the interpreter's lock: see its stack |
 | `the ranks disagree at #812` | different collectives, or `all_reduce` of different sizes: an error of the program |
-| `on rank 2 the GPU has not begun it` | the program has queued it; what its GPU does before does not end |
-| `all 4 ranks that are known of have entered ...` | no rank is missing: the network, or the collective itself |
+| `on rank 2 the GPU has not begun it` | the program has queued it, but earlier work of its GPU does not end |
+| `all 4 known ranks have entered ...` | no rank is missing: the network, or the collective itself, is the cause |
 
-The recorders are on by default from torch 2.6 on.  Stepkeeper sets `TORCH_FR_BUFFER_SIZE=2000` where it is not set, and
-0 turns them off.  gloo records no messages between two ranks (`send`, `recv`).  A script without the trainer library
-gives stacks only.
+torch's flight recorders are on by default since torch 2.6.  Stepkeeper sets `TORCH_FR_BUFFER_SIZE=2000` if it is not
+set; 0 turns the recorders off.  gloo does not record messages between two ranks (`send`, `recv`).  A script without
+the trainer library gives stacks only.
 """
 
 
 LADDER = """
-Failures with the same cause at the same place go along the row of their cause (below).  They do so
-until a step is verified beyond the one at which they happened.  A node that cannot be left leads to the next action,
-or, where that is `stop`, to a relaunch.  The last action holds for all that follow.  Causes without a row go by that of
-`unknown`.  Besides:
+Each cause has a row of actions (below).  The first failure leads to the first action.
+The second failure in the same way leads to the second action, and so on.  The last action is repeated.  "In the same
+way" means the same cause at the same place, before a step beyond it is verified.  Causes without a row use the row of
+`unknown`.
 
-- `policy.failures_max` launches without a newly verified step end the run, whatever their causes.  Faults of nodes and
-  storage are in no budget of the training.  Nor is what Slurm ended, whether it says so before or after the ranks' end.
-- A verdict on a node that the launch did not run on (it was left before) counts as `unknown`.
-- A hang, a crash in native code, a collective's timeout or an unknown cause may repeat at the same step.  Then
-  the step before is tried once (a `rollback` in the lineage), and after that the run ends.  The same holds where a loss
-  is wrong twice in the first step from a checkpoint.  Its state holds the error already.
-- `rollback` goes to the newest verified step before the one at which a loss went wrong.  Else it goes one checkpoint
-  back, and never to the very start.
-- The `rollback` in the lineage (`stepkeeper checkpoints ls`) names the data that is left out from then on
-  (`policy.skip_data_steps`).  The manifest of each later step directory names the samples.
-- Where the run ends, the exit code is 29 (or 20 for `failures_max`).  Log and status have the reason, and the job's
-  comment has the code.  The supervisor runs `notify_command`.
+| action | what happens |
+| --- | --- |
+| `relaunch` | the ranks start again on the same nodes |
+| `leave` | the next launch does without the failed node; if it cannot: the next action, or `relaunch` for `stop` |
+| `rollback` | the ranks start again from an older verified step |
+| `requeue` | the job goes back to the queue; a faulty node is excluded |
+| `stop` | the run ends, and a person has to act |
+
+Besides:
+
+- `policy.failures_max` failed launches without a newly verified step end the run, whatever their causes.
+- Faults of nodes and storage are not counted there.  Nor are launches that Slurm ended, even if Slurm says so later.
+- A verdict that blames a node on which the launch did not run counts as `unknown`.
+- A hang, a native crash, a timeout of a collective or an unknown failure may repeat at the same step.  Then
+  the checkpoint itself may be the cause.  Stepkeeper tries the checkpoint before it once (`rollback`), and then ends
+  the run.  The same holds if a loss is wrong twice in the first step after a checkpoint.
+- `rollback` goes to the newest verified step before the one at which the loss went wrong.  For other causes it goes
+  back by one checkpoint, and never to the very start.
+- If a rollback leaves out data (`policy.skip_data_steps`), the lineage names it (`stepkeeper checkpoints ls`).  The
+  manifest of each later step directory names the samples.
+- If the run ends, the exit code is 29, or 20 for `failures_max`.  The log and `stepkeeper status` show the reason, and
+  the job's comment shows the code.  The supervisor runs `notify_command`.
 """
 
 
@@ -146,10 +181,11 @@ def page() -> str:
         [(f"`{cause.value}`", *_meaning(table.meanings[cause])) for cause in Cause],
     )
     out += ["", "## Training that hangs", "", HANG.strip()]
-    out += ["", "## What follows", "", LADDER.strip(), ""]
+    out += ["", "## The recovery ladder", "", LADDER.strip(), ""]
     rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
     out += _table(("cause", "first, second, ... failure", "setting"), [(f"`{c.value}`", *_row(c)) for c in rows])
-    out += ["", "## Rules for logs and error files", "", "The first that matches a line or an exception decides.", ""]
+    out += ["", "## Rules for logs and error files", ""]
+    out += ["The first rule that matches a line or an exception decides.  `plane` says where it comes from.", ""]
     out += _table(
         ("rule", "cause", "role", "confidence", "plane", "says"),
         [
@@ -157,7 +193,8 @@ def page() -> str:
             for row in (rule.row for rule in table.rules)
         ],
     )
-    out += ["", "## Exits of ranks", "", "Only the first rank that failed is a root; those after it follow.", ""]
+    out += ["", "## Exits of ranks", ""]
+    out += ["Only the exit of the rank that failed first is a root.  Later ones are cascades.", ""]
     exits = [(f"signal {number}", *row) for number, row in planes.SIGNALS.items()]
     exits += [(f"code {number}", *row) for number, row in planes.CODES.items()]
     out += _table(

@@ -476,7 +476,7 @@ def test_prune_says_what_it_removes_and_why_the_rest_stays(command: Command, run
 
     said = command("checkpoints", "prune", run.path, "--keep-last", "2")
     assert "step_00000100  kept     pinned" in said.out
-    assert said.out.count("removed  no rule wants it") == 2
+    assert said.out.count("removed  no rule keeps it") == 2
     assert sorted(path.name for path in run.checkpoints.glob("*step_*")) == [
         "step_00000100",
         "step_00000400",

@@ -41,7 +41,7 @@ def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -
         "scancel 12",
     ):
         assert words in said.out
-    assert "no word" not in said.out
+    assert "no update" not in said.out
     assert len(said.out.splitlines()) <= 24
     assert max(map(len, said.out.splitlines())) <= 400
 
@@ -134,12 +134,12 @@ def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: R
     build.write_status(run, updated_at=time.time() - 3662)
 
     said = command("status", run.path).out
-    assert "unknown, no word for 1 h 01 min" in said
+    assert "unknown, no update for 1 h 01 min" in said
     assert "the job is suspended or gone, or its storage hangs" in said
-    assert "`squeue -j 12` tells" in said
+    assert "Check it with `squeue -j 12`" in said
 
     build.write_status(run, updated_at=time.time() - 3662, step_seconds=600.0)
-    assert "no word" not in command("status", run.path).out
+    assert "no update" not in command("status", run.path).out
 
 
 def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: RunDirectory) -> None:
@@ -151,7 +151,7 @@ def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: Run
     assert "the training finished at step 300" in said.out
     assert "scancel" not in said.out
     assert "to continue" not in said.out
-    assert "no word" not in said.out
+    assert "no update" not in said.out
 
 
 def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -> None:

@@ -279,7 +279,7 @@ def test_a_run_that_failed_says_how_to_go_on_and_what_ran() -> None:
 
     for words in (
         "How to continue",
-        "a second start with the same data will most likely end the same way",
+        "Another start with the same data will most likely end in the same way",
         "stepkeeper logs /runs/run --failed",
         "It resumes from step 10 (verified).",
         "stepkeeper resume /runs/run",

@@ -184,13 +184,13 @@ def test_a_supervisor_that_is_gone_trains_no_longer(command: Command, run: RunDi
 
     assert seen.asks_slurm(NOW) == "12"
     said = drawn(run, queued=Queued(job="12", state="FAILED"))
-    assert "unknown, no word for 40 s; it was training" in said
+    assert "unknown, no update for 40 s; it was training" in said
     assert "job 12 is FAILED: it does not continue without you" in said
     assert "training, for" not in said
-    assert "no word for 40 s" in line(seen, NOW)
+    assert "no update for 40 s" in line(seen, NOW)
     now = time.time()
     build.write_status(run, updated_at=now - 60, alive_at=now - 40)
-    assert "unknown, no word for 40 s; it was training" in command("status", run.path).out
+    assert "unknown, no update for 40 s; it was training" in command("status", run.path).out
     assert "the supervisor wrote 40 s ago" in command("status", run.path).out
 
 
@@ -198,7 +198,7 @@ def test_a_supervisor_that_waits_for_a_long_step_is_alive(run: RunDirectory) -> 
     build.write_status(run, updated_at=NOW - 3600, alive_at=NOW - 4)
 
     assert glance(run).asks_slurm(NOW) is None
-    assert "no word" not in drawn(run)
+    assert "no update" not in drawn(run)
 
 
 def test_a_requeued_run_waits_and_has_not_ended(run: RunDirectory) -> None:

@@ -101,7 +101,7 @@ def test_a_timeline_changes_nothing_for_the_next_one(tmp_path: Path) -> None:
     reader = reading.Reader(run)
 
     assert reader.see(now=START + 5000).run_state == "silent"
-    assert [launch.ending for launch in reader.see(now=START + 5000).launches()] == ["no word"]
+    assert [launch.ending for launch in reader.see(now=START + 5000).launches()] == ["no update"]
     assert [launch.ending for launch in reader.see(now=START + 1).launches()] == ["running"]
 
 

@@ -40,7 +40,7 @@ def test_who_requeued_a_run_whose_supervisor_was_killed_is_told(run: RunDirector
     seen = reading.see(run, now=START + 116)
 
     first = next(seen.launches())
-    assert (first.ending, first.decided) == (Ending.NO_WORD, "requeued by the watcher on n2")
+    assert (first.ending, first.decided) == (Ending.NO_UPDATE, "requeued by the watcher on n2")
     assert [(each.kind, each.node) for each in seen.incidents] == [("supervisor lost", "n2")]
     assert seen.run_state is RunState.RUNNING
 

@@ -68,7 +68,7 @@ def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
 def test_silence_is_said(run: RunDirectory) -> None:
     said = "\n".join(drawn(run, now=NOW + 3600))
 
-    assert "unknown, no word for 1 h 00 min; it was training" in said
+    assert "unknown, no update for 1 h 00 min; it was training" in said
     assert "the job is suspended or gone, or its storage hangs" in said
     assert "training, for" not in said
 
@@ -87,7 +87,7 @@ def test_an_end_is_told_from_a_requeue(run: RunDirectory) -> None:
     build.write_status(run, phase="done", exit_code=20)
     assert glance(run).is_over
     said = "\n".join(drawn(run))
-    assert "ended: the training failed again and again" in said
+    assert "ended: the training failed repeatedly" in said
     assert "scancel" not in said
 
 

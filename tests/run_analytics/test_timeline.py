@@ -280,7 +280,7 @@ def test_a_supervisor_that_was_killed_lived_until_the_last_step() -> None:
 
     assert_adds_up(seen)
     assert wall(seen) == {"productive": 20.0, "lost": 20.0, "queue": 70.0, "starting": 5.0}
-    assert next(seen.launches()).ending is Ending.NO_WORD
+    assert next(seen.launches()).ending is Ending.NO_UPDATE
     assert told.see(now=round((START + 5000) * SECOND)).run_state is RunState.SILENT
 
 

@@ -268,7 +268,7 @@ def test_the_rank_that_all_others_wait_for_is_named_first() -> None:
 
     assert find_suspect(words) == words[5]
     assert summarise(words, ["c"]) == (
-        "rank 5 is in the data loader; 5 ranks, 0 to 4: each waits in all_reduce; nothing is known of the ranks on c"
+        "rank 5 is in the data loader; 5 ranks, 0 to 4: each waits in all_reduce; nothing is known about the ranks on c"
     )
 
 
@@ -298,7 +298,7 @@ def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
 
     assert isinstance(event, on.StacksCollected)
     assert (event.launch, event.moved) == (4, False)
-    assert event.summary == "rank 0 sleeps; nothing is known of the ranks on b"
+    assert event.summary == "rank 0 sleeps; nothing is known about the ranks on b"
 
 
 def test_all_watchers_answers_end_the_collection_at_once() -> None:

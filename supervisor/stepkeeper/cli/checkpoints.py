@@ -323,10 +323,10 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the command."""
     prune = below.add_parser(
         "prune",
-        help="remove step directories that no rule wants to keep",
-        description="Remove step directories that no rule wants to keep.  Only verified ones count, and only they are "
-        "removed; nothing is removed while the newest one is not verified.  Without a rule here, those count that the "
-        "run's newest launch goes by.",
+        help="remove step directories that no retention rule keeps",
+        description="Remove step directories that no retention rule keeps.  Only verified ones count, and only they "
+        "are removed; nothing is removed while the newest one is not verified.  If no rule is given, those of the "
+        "run's newest launch apply.",
     )
     prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
@@ -337,10 +337,14 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
     )
     prune.add_argument("--every", type=whole, metavar="M", help="keep a milestone of every M steps")
-    prune.add_argument("--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the work")
-    prune.add_argument("--total-steps", type=whole, metavar="N", help="of the whole work, for --every-percent")
+    prune.add_argument(
+        "--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the training"
+    )
+    prune.add_argument("--total-steps", type=whole, metavar="N", help="number of all steps, for --every-percent")
     prune.add_argument("--best", type=whole, default=0, metavar="N", help="keep the N best")
-    prune.add_argument("--best-by", default="loss", metavar="NAME", help="what the best are chosen by (default: loss)")
+    prune.add_argument(
+        "--best-by", default="loss", metavar="NAME", help="metric by which the best are chosen (default: loss)"
+    )
     prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
     prune.add_argument("--json", action="store_true", help="one JSON document")
     prune.set_defaults(execute=prune_steps)
@@ -372,7 +376,7 @@ def prune_steps(arguments: argparse.Namespace) -> None:
     printing.say(f"{rules_in_words(policy)} ({origin})")
     rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
     rows += [(name, "kept", why) for name, why in outcome.spared]
-    rows += [(name, fate, "no rule wants it") for name in gone]
+    rows += [(name, fate, "no rule keeps it") for name in gone]
     if rows:
         printing.say_table(sorted(rows, reverse=True))
     else:

@@ -247,14 +247,14 @@ def add_repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "checkpoint is verified and resumable, and nothing was changed.",
     )
     command.add_argument("where", metavar="DIR", help="directory of the checkpoints")
-    command.add_argument("--apply", action="store_true", help="do it; without this, only say what would be done")
+    command.add_argument("--apply", action="store_true", help="do it; without this option, only say what would be done")
     command.add_argument(
         "--quarantine",
         action="store_true",
         help="also rename torn checkpoints to `.corrupt-REASON-NAME`, in the same directory",
     )
     command.add_argument(
-        "--allow-recent", action="store_true", help="also where files here were changed in the last 2 minutes"
+        "--allow-recent", action="store_true", help="also if files here were changed in the last 2 minutes"
     )
     command.set_defaults(execute=repair_directory)
     return command

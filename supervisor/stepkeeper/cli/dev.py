@@ -316,7 +316,9 @@ DEFAULT_TEXTS = {
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    dev = subcommands.add_parser("dev", help="replay, simulate and test", description="Tools to test rules and sites.")
+    dev = subcommands.add_parser(
+        "dev", help="replay, simulate and inject faults, for tests", description="Tools to test rules and sites."
+    )
     actions = dev.add_subparsers(dest="action", metavar="ACTION", required=True)
     inject = actions.add_parser(
         "inject",

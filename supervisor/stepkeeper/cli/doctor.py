@@ -37,12 +37,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare both commands."""
     command = subcommands.add_parser(
         "doctor",
-        help="what works on this cluster and what does not, with the exact remedy",
+        help="show what works on this cluster and what does not, with the exact remedy",
         description="Read the cluster's settings and say what they mean for a run.  Nothing is changed; with "
         "--run-dir a few bytes are written there and removed.  Inside a job it also tries whether all its nodes see "
         "that directory.  Exit code 0: no problem.",
     )
-    command.add_argument("run", metavar="RUN", nargs="?", help="a run that has saved: its save time is compared")
+    command.add_argument("run", metavar="RUN", nargs="?", help="an earlier run: its save times are compared")
     command.add_argument("-p", "--partition", metavar="NAME", help="check this partition only")
     command.add_argument("--save-s", metavar="S", type=float, help="seconds from the request of a save to durable")
     command.add_argument("--run-dir", metavar="DIR", type=Path, help="try what saves need on this directory's storage")
@@ -140,18 +140,18 @@ def _add_selftest(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     """Declare the command."""
     command = subcommands.add_parser(
         "selftest",
-        help="prove on this cluster that a killed and requeued training loses nothing",
+        help="test on this cluster that a killed and requeued training loses nothing",
         description="Submit two short jobs of the same small training.  One is left alone.  The command kills all "
         "ranks of the other.  That job then gets the notice of its time limit, saves and requeues itself.  Their "
         "losses must be equal.  About three minutes, plus the queue.  Exit code 0: passed.",
     )
     command.add_argument("-p", "--partition", metavar="NAME", help="default: the cluster's")
-    command.add_argument("-A", "--account", metavar="NAME", help="who pays")
+    command.add_argument("-A", "--account", metavar="NAME", help="account that pays")
     command.add_argument("-N", "--nodes", metavar="N", type=int, default=2, help="of each job (default: 2)")
-    command.add_argument("--gpus-per-node", metavar="N", help="as sbatch reads them; without, it trains on CPUs")
+    command.add_argument("--gpus-per-node", metavar="N", help="as for sbatch; if not given, CPUs train")
     command.add_argument("--python", default=sys.executable, help="with torch and stepkeeper (default: this one)")
     command.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help="any other option; repeat it")
-    command.add_argument("--setup", metavar="LINE", action="append", default=[], help="shell before the training")
+    command.add_argument("--setup", metavar="LINE", action="append", default=[], help="shell line before the training")
     command.add_argument(
         "--dir", metavar="DIR", type=Path, default=Path(), help="shared storage to try (default: here); cleaned up"
     )

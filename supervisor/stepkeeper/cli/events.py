@@ -28,7 +28,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what happened in a run, and why",
         description="Show what happened in a run, and why: the journal as a timeline.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
     command.add_argument("--last", type=int, metavar="N", help="only the newest N records")
     command.add_argument("--json", action="store_true", help="the records as JSON lines (docs/events.md)")
     command.set_defaults(execute=execute)

@@ -42,7 +42,7 @@ _RUNGS = {
     Rung.LEAVE: "continues without that node",
     Rung.ROLLBACK: "goes back to a verified checkpoint before it",
     Rung.REQUEUE: "requeues the job",
-    Rung.STOP: "stops, and calls a person (notify_command)",
+    Rung.STOP: "stops, and runs notify_command",
 }
 _PLACES = re.compile(r"\b(?:RUN|JOB|NODE)\b")
 
@@ -173,7 +173,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = subcommands.add_parser(
         "explain",
         help="show why a launch failed, and what to do",
-        description="Say why the newest failed launch of a run failed, or what log files say (docs/verdicts.md).",
+        description="Show why the newest failed launch of a run failed, or what log files show (docs/verdicts.md).",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -183,7 +183,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="FILE",
         nargs="+",
         action="extend",
-        help="judge these logs instead, one a node (-: stdin; torch's error files too)",
+        help="judge these logs instead, one for each node (-: stdin; also error files of torchrun)",
     )
     add_launch(command, "the newest that failed")
     command.add_argument("--json", action="store_true", help="one JSON document")

@@ -285,17 +285,22 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what the ranks printed",
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
     add_launch(command, "the newest")
     command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
     command.add_argument(
         "--failed",
         action="store_true",
-        help="what the rank that failed first printed last, in the newest launch that failed",
+        help="the last lines of the rank that failed first, in the newest launch that failed",
     )
     command.add_argument(
-        "-f", "--follow", action="store_true", help="print lines as they come, over relaunches, until the run ends"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print lines as they come, also of later launches, until the run ends",
     )
     command.add_argument("--tail", type=int, metavar="N", help="only the newest N lines of each node")
     command.add_argument("--json", action="store_true", help="JSON lines with node, rank, line")

@@ -43,7 +43,8 @@ def parser(names: Sequence[str] = COMMANDS) -> Parser:
     """Return the parser of commands: of all, where it is not known which one will be called."""
     top = Parser(
         prog="stepkeeper",
-        description="Keeps a distributed PyTorch training job on Slurm moving forward.",
+        description="Keeps PyTorch training on Slurm alive through preemptions, time limits, dead ranks "
+        "and lost nodes.",
         epilog="On a new cluster: `stepkeeper doctor`, then `stepkeeper selftest -p PARTITION -N 2`, then "
         "`stepkeeper submit -N 2 --gpus-per-node 8 -- python train.py`.",
     )

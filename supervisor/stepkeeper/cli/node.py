@@ -180,7 +180,7 @@ RECENT_S = 7 * 86400.0
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the commands."""
     node = subcommands.add_parser(
-        "node", help="the agent of a compute node", description="The agent of a compute node."
+        "node", help="check a compute node, and run its agent", description="Check a compute node, and run its agent."
     )
     actions = node.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_check(actions)

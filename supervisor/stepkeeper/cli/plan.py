@@ -25,7 +25,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the command."""
     command = subcommands.add_parser(
         "plan",
-        help="how often to save, and the share of the time that becomes progress",
+        help="compute how often to save, and the share of the time that becomes progress",
         description="How often to save, and the expected share of wall time that becomes durable progress "
         "(ETTR).  Times are seconds, or written as 90s, 5min, 3h, 2d.  Nothing is changed.",
         epilog="docs/cadence.md explains the model, and where the assumed failure rate comes from.",

@@ -25,7 +25,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the command."""
     command = subcommands.add_parser(
         "report",
-        help="what happened in a run, and where its time went: one HTML page",
+        help="write what happened in a run, and where its time went, as one HTML page",
         description="Write what happened in a run as one HTML page without any external part (docs/report.md).  It "
         "shows attempts, launches and nodes over time, where the hours went, ETTR and goodput.  It also shows the loss "
         "across all resumes, step directories, failures and incidents.",

@@ -38,24 +38,26 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare both commands."""
     save = subcommands.add_parser(
         "save",
-        help="have a run save a checkpoint now, and continue",
-        description="Have a run save a checkpoint at the next step, and continue.  Waits until it is committed.",
+        help="ask a run to save a checkpoint now, and to continue",
+        description="Ask a run to save a checkpoint at the next step, and to continue.  Waits until it is committed.",
     )
     _declare(save, "save")
     stop = subcommands.add_parser(
         "stop",
-        help="have a run save a checkpoint, and end",
-        description="Have a run save a checkpoint at the next step, and end; it is not requeued.  A job that waits in "
-        "the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  `stepkeeper "
-        "resume` submits the run again, and it resumes.  (`scancel JOB` ends it without a checkpoint.)",
+        help="ask a run to save a checkpoint, and to end",
+        description="Ask a run to save a checkpoint at the next step, and to end; it is not requeued.  A job that "
+        "waits in the queue is cancelled: nothing runs that could save, and checkpoints of earlier attempts stay.  "
+        "`stepkeeper resume` submits the run again, and it resumes.  (`scancel JOB` ends it without a checkpoint.)",
     )
     _declare(stop, "stop")
 
 
 def _declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
     """Add what both commands take."""
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
-    command.add_argument("--no-wait", action="store_true", help="do not wait until it is done, only for the answer")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
+    command.add_argument("--no-wait", action="store_true", help="wait for the answer only, not until it is done")
     command.add_argument("--within", type=float, default=WITHIN_S, metavar="S", help="wait no longer than this")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=_execute, kind=kind)

@@ -41,10 +41,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "run",
         nargs="?",
         metavar="RUN",
-        help="run directory or job id (default: the run here, STEPKEEPER_RUN_DIR; else all runs, one a line)",
+        help="run directory or job id (default: the run in this directory, or STEPKEEPER_RUN_DIR; else all runs)",
     )
-    command.add_argument("--all", action="store_true", help="all runs below runs/, and those that you have started")
-    command.add_argument("--follow", "-f", action="store_true", help="stay, and show what changes, until it is over")
+    command.add_argument(
+        "--all", action="store_true", help="all runs below runs/, and those that you have started elsewhere"
+    )
+    command.add_argument("--follow", "-f", action="store_true", help="stay and show what changes, until the run ends")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.add_argument(
         "--web",

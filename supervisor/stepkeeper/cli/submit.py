@@ -47,26 +47,30 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare both commands."""
     command = subcommands.add_parser(
         "submit",
-        help="render a batch script for this cluster, check it, and submit it",
-        description="Render a batch script for this cluster, have Slurm check it, and submit it.  Example: "
+        help="write a batch script for this cluster, check it, and submit it",
+        description="Write a batch script for this cluster, have Slurm check it, and submit it.  Example: "
         "`stepkeeper submit -N 4 --gpus-per-node 8 -t 1-00:00:00 --setup 'module load cuda' -- python train.py`.",
     )
     job = command.add_argument_group("job")
     job.add_argument("-N", "--nodes", metavar="N", default="1", help="nodes, spares included (default: 1)")
-    job.add_argument("--gpus-per-node", metavar="N", help="GPUs a node, as sbatch reads them")
-    job.add_argument("-t", "--time", metavar="TIME", help="time limit of one attempt; a longer training is a chain")
+    job.add_argument("--gpus-per-node", metavar="N", help="GPUs on each node, as for sbatch")
+    job.add_argument("-t", "--time", metavar="TIME", help="time limit of one attempt; a longer training is requeued")
     job.add_argument("-p", "--partition", metavar="NAME", help="default: the cluster's")
-    job.add_argument("-A", "--account", metavar="NAME", help="who pays")
+    job.add_argument("-A", "--account", metavar="NAME", help="account that pays")
     job.add_argument("-J", "--job-name", metavar="NAME", help="default: the script's name")
     job.add_argument("-o", "--output", metavar="PATTERN", default="%x-%j.log", help="the log (default: %%x-%%j.log)")
     job.add_argument(
         "--sbatch", metavar="OPTION", action="append", default=[], help="any other option: --sbatch=--mem=0; repeat it"
     )
     job.add_argument(
-        "--setup", metavar="LINE", action="append", default=[], help="shell before the training: 'module load cuda'"
+        "--setup",
+        metavar="LINE",
+        action="append",
+        default=[],
+        help="shell line before the training: 'module load cuda'",
     )
     job.add_argument("--notice-s", metavar="S", type=int, help="seconds before the time limit to save and requeue")
-    job.add_argument("--like", metavar="RUN", help="a run that has saved: its save time sets --notice-s")
+    job.add_argument("--like", metavar="RUN", help="an earlier run: its save times set --notice-s")
     command.add_argument("--dry-run", action="store_true", help="print the script; submit nothing")
     command.add_argument("--json", action="store_true", help="one JSON document")
     resolve.declare_flags(command)
@@ -293,12 +297,14 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     """Declare the command."""
     command = subcommands.add_parser(
         "resume",
-        help="submit a run again as it was; it resumes from its newest checkpoint",
+        help="submit a run again; it resumes from its newest checkpoint",
         description="Submit a run again as it was submitted: the same batch script, options and settings, which are "
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
     command.add_argument(
         "--sbatch", metavar="OPTION", action="append", default=[], help="change one option: --sbatch=--time=2:00:00"
     )

@@ -36,7 +36,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Declare the command."""
     command = subcommands.add_parser(
         "xid",
-        help="explain a GPU's fault code, or find faults in a kernel log",
+        help="explain a fault code (XID) of a GPU, or find faults in a kernel log",
         description="Explain an XID (of a GPU) or SXID (of an NVSwitch).  Or list all, or find faults in a kernel log.",
         epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -59,25 +59,25 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Start one torchrun a node, with c10d rendezvous."""
 
     resume_argument: Annotated[bool | None, About()] = None
-    """Append `--resume-from DIR` to CMD on a resume, where it says no `{resume}`; where not set, only if the script
-    declares that option and no trainer library has answered, which reads `STEPKEEPER_RESUME_FROM`."""
+    """Append `--resume-from DIR` to CMD on a resume, if CMD does not contain `{resume}`.  If not set: only if the
+    script declares that option and does not use the trainer library, which reads `STEPKEEPER_RESUME_FROM`."""
 
     tasks_per_node: Annotated[
         int | None,
         # STEPKEEPER_TASKS_PER_NODE is what the ranks get
         About(unit="ranks a node", metavar="N", least=1, most=COUNT_MAX, has_variable=False),
     ] = None
-    """Ranks on a node; where not set, one a GPU, else `--ntasks-per-node` of the job, else 1."""
+    """Ranks on a node.  If not set: one for each GPU, otherwise the job's `--ntasks-per-node`, otherwise 1."""
 
     spares: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """Nodes of the allocation that take no part until another one fails."""
+    """Nodes of the allocation that stay unused until another node fails."""
 
     min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """A launch may have as few nodes as this when others fail, before the job is requeued; 0: never fewer."""
+    """If nodes fail, a launch may shrink to this number of nodes before the job is requeued; 0: it never shrinks."""
 
     micro_batches: Annotated[int, About(unit="micro-batches", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """Micro-batches of one optimizer step, of all ranks together: a launch has only so many nodes that its ranks share
-    them evenly, so that a smaller world takes the same steps; 0: any number of nodes."""
+    """Micro-batches of one optimizer step, over all ranks.  A launch has only so many nodes that its ranks share them
+    evenly, so a smaller world takes the same steps; 0: any number of nodes."""
 
     free_gib_min: Annotated[float, About(unit="GiB", metavar="GIB", least=0, most=1e9)] = 1.0
     """Free space that the run directory's storage must have before each launch."""
@@ -86,108 +86,108 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Let your group read the run directory."""
 
     progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
-    """A progress line in the log at most this often."""
+    """The log gets a progress line at most this often."""
 
     log_format: Annotated[str, About(metavar="text|json", choices=("text", "json"))] = "text"
-    """What the supervisor writes to the job's log: text for people, or JSON lines; as JSON lines they are always in
-    `logs/attempt-000/supervisor.jsonl` of the run directory too (docs/log.md)."""
+    """Format of the supervisor's lines in the job's log: text for people, or JSON lines.
+    `logs/attempt-000/supervisor.jsonl` in the run directory always has JSON lines (docs/log.md)."""
 
     same_code: Annotated[bool, About()] = False
-    """Refuse to resume with other code (git commit, uncommitted changes, scripts) than the attempt before had.  By
-    default the log only reports the difference."""
+    """Refuse to resume if the code (git commit, uncommitted changes, scripts) differs from that of the attempt before.
+    By default the log only reports the difference."""
 
     checkpoint_every: Annotated[str | None, About(metavar="RULE")] = None
-    """How often the ranks save, instead of what the script says: `500 steps`, `30 min`, `auto` (as often as pays),
+    """How often the ranks save; it overrides the script: `500 steps`, `30 min`, `auto` (computed from measured costs),
     `never`, or several joined by `or`."""
 
     retention: Annotated[str | None, About(metavar="POLICY")] = None
-    """Which steps are kept, instead of what the script says: `all`, or some of `newest 3`, `every 1000 steps`,
-    `every 10 percent`, `epoch ends`, `best loss 2`, with commas between (docs/retention.md)."""
+    """Which steps are kept; it overrides the script: `all`, or some of `newest 3`, `every 1000 steps`, `every 10
+    percent`, `epoch ends`, `best loss 2`, separated by commas (docs/retention.md)."""
 
     confirm_every: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
-    """Find silent data corruption (SDC): at every so many steps the ranks compute the first micro-batch twice, if the
-    script calls `manager.confirm()`, and compare it bit for bit.  A rank that differs has its node left, and training
-    goes back to the newest confirmed step (docs/trainer-api.md)."""
+    """Find silent data corruption (SDC): every N steps the ranks compute the first micro-batch twice and compare the
+    results bit for bit, if the script calls `manager.confirm()`.  If a rank differs, its node is not used any more, and
+    the training goes back to the newest confirmed step (docs/trainer-api.md)."""
 
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
-    """A directory on each node's own disk (`%N` is the node's name): steps are written there first, and copied to the
-    run directory beside training (docs/tiers.md)."""
+    """A directory on each node's own disk (`%N` is the node's name).  Steps are written there first, and copied to the
+    run directory while the training continues (docs/tiers.md)."""
 
     cold_tier: Annotated[str | None, About(metavar="URL")] = None
-    """A directory or the URL of an object store, of this run alone (`s3://bucket/my-run`): steps are copied there too;
-    credentials come from the store's own variables, never from here."""
+    """A directory or the URL of an object store, for this run alone (`s3://bucket/my-run`).  Steps are copied there
+    too.  Credentials come from the store's own variables, never from here."""
 
     copy_rate: Annotated[float | None, About(unit="MB/s", metavar="MB", least=0.001, most=1e6)] = None
-    """Copies between tiers are no faster than this on each node."""
+    """Speed limit of copies between tiers, on each node."""
 
     local_keep: Annotated[int, About(unit="steps", metavar="N", least=1, most=COUNT_MAX, has_flag=False)] = 2
-    """The newest steps that stay on a node's disk."""
+    """How many of the newest steps stay on a node's disk."""
 
     cold_keep: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
-    """The newest steps that stay in the cold tier; where not set, all."""
+    """How many of the newest steps stay in the cold tier.  If not set: all."""
 
     cold_zstd: Annotated[int | None, About(metavar="LEVEL", least=1, most=22)] = None
-    """Compress files in the cold tier at this level of zstd; where not set, they stay as they are."""
+    """Compress files in the cold tier with this level of zstd.  If not set: no compression."""
 
     peer_copies: Annotated[bool, About()] = False
-    """Each node's files of the local tier, and its snapshots in memory, are also kept by the next node, so that a lost
-    node loses none of them."""
+    """The next node keeps a copy of each node's files of the local tier and of its snapshots in memory, so a lost node
+    loses none of them."""
 
     peer_interface: Annotated[str | None, About(metavar="NAME")] = None
-    """The network interface of each node (`ib0`) that takes peer copies; where not set, the one by which the nodes
-    reach the first of them."""
+    """The network interface of each node (`ib0`) for peer copies.  If not set: the one by which a node reaches the
+    first node."""
 
     snapshot_every: Annotated[str | None, About(metavar="RULE")] = None
-    """How often a step is also kept in the nodes' memory, for a relaunch in the allocation: `5 steps` or `30 s`
+    """How often a step is also kept in the nodes' memory, for a relaunch in the same allocation: `5 steps` or `30 s`
     (docs/tiers.md).  By default never."""
 
     snapshot_dir: Annotated[str | None, About(metavar="DIR", has_flag=False)] = None
-    """A directory in each node's memory for snapshots; where not set, `/dev/shm`."""
+    """A directory in each node's memory for snapshots.  If not set: `/dev/shm`."""
 
     slurm_client: Annotated[str, About(metavar="commands|pyslurm[:PYTHON]", has_flag=False)] = "commands"
-    """How Slurm is asked: `commands` (its own), or `pyslurm` where that is installed and reports the same as they do;
-    `pyslurm:PYTHON` names the interpreter that has it, where Stepkeeper's own has none."""
+    """How Stepkeeper talks to Slurm: by its commands (`commands`), or by `pyslurm` if it is installed and reports the
+    same.  `pyslurm:PYTHON` names the interpreter that has it, if Stepkeeper's own has not."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
-    """A shell command that runs when the run has stopped and needs manual repair, with `STEPKEEPER_REASON`,
+    """A shell command that runs if the run has stopped and needs a person.  It gets `STEPKEEPER_REASON`,
     `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
 
     warm_standby: Annotated[bool, About()] = False
-    """While training runs well, keep one more process for each rank, which has imported torch and waits: a relaunch in
-    the allocation takes it instead of starting Python again (docs/warm-standby.md)."""
+    """Keep a second process for each rank, which has imported torch and waits.  A relaunch in the allocation uses it
+    instead of starting Python again (docs/warm-standby.md)."""
 
     warm_standby_imports: Annotated[str | None, About(metavar="MODULES", has_flag=False)] = None
-    """Modules that a warm standby imports too, with commas between (`transformers,datasets`); none may start CUDA."""
+    """More modules that a warm standby imports, separated by commas (`transformers,datasets`).  None of them may start
+    CUDA."""
 
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
-    """Each node verifies step directories no faster than this; 0: no limit. Nodes share a step directory that one of
-    them would read for 4 s or more, and any of 1 GiB or more."""
+    """Speed limit of each node's verification of step directories; 0: no limit.  Nodes share the work on a step
+    directory if it has 1 GiB or more, or if one node would read it for 4 s or more."""
 
     metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
-    """A directory in which metrics for Prometheus are kept up to date, for node_exporter's textfile collector
-    (docs/metrics.md)."""
+    """A directory for metrics of Prometheus, which node_exporter's textfile collector reads (docs/metrics.md)."""
 
     metrics_port: Annotated[str | None, About(metavar="[ADDRESS:]PORT", takes_number=True)] = None
-    """Serve the metrics over HTTP, at /metrics: on a port that only this node can reach, or on one of the named
-    address.  0: any free port, which the log names."""
+    """Serve the metrics over HTTP, at /metrics.  PORT alone listens on this node only (loopback); ADDRESS:PORT listens
+    on that address.  0: any free port, which the log names."""
 
     framework: Annotated[str, About(metavar="NAME")] = "auto"
-    """The framework of the training script, where that does not use our own library: its checkpoints are verified,
-    chosen, and resumed from (docs/frameworks.md); `auto` recognises it, `none` leaves all to the script.  Also for
-    `stepkeeper checkpoints`; in a file also `[framework] name = "..."`."""
+    """The framework of a training script that does not use the trainer library.  Its checkpoints are verified, chosen
+    and resumed from (docs/frameworks.md).  `auto` recognises it, `none` leaves all to the script.  Also for `stepkeeper
+    checkpoints`; in a file also `[framework] name = "..."`."""
 
     checkpoint_dir: Annotated[str | None, About(metavar="DIR")] = None
-    """Where a script with such a framework writes its checkpoints; where not set, its command line or the script itself
-    says it."""
+    """Where a script with such a framework writes its checkpoints.  If not set: taken from its command line or the
+    script."""
 
     attach: Annotated[str, About(metavar="off|auto|NAME", choices=ATTACH)] = "off"
     """Have an unmodified script of another framework save its own checkpoint on a notice, and resume from the chosen
-    one where its own call names none (docs/frameworks.md): in whichever framework it uses (`auto`), or in the named
-    one only."""
+    one if its own call names none (docs/frameworks.md).  `auto`: in any known framework; NAME: only in that one."""
 
     repair_pointers: Annotated[bool, About()] = False
-    """Before each launch, have the file by which DeepSpeed or Megatron finds its checkpoint (`latest`, the tracker)
-    name the one that the launch resumes from (docs/frameworks.md).  No other file of the framework is changed."""
+    """DeepSpeed and Megatron find their checkpoint by a pointer file (`latest`, the tracker).  Before each launch, have
+    it name the checkpoint that the launch resumes from (docs/frameworks.md).  No other file of the framework is
+    changed."""
 
     policy: Policy = Policy()
 

@@ -29,17 +29,17 @@ replace = msgspec.structs.replace
 
 
 class LaunchPace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a launch stepped."""
+    """How fast a launch was."""
 
-    nodes: int  # how many it had
-    seconds: float  # the median step
+    nodes: int  # its number of nodes
+    seconds: float  # its median time for a step
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the launches of a run had in common."""
+    """How long starts and steps of this run usually take."""
 
-    start_s: float = 0.0  # the longest from the start of a launch to the trainer library's first word; 0: none yet
-    paces: tuple[LaunchPace, ...] = ()  # of the newest launches
+    start_s: float = 0.0  # the longest time from the start of a launch to its first message; 0: none yet
+    paces: tuple[LaunchPace, ...] = ()  # one for each of the newest launches
 
 
 class Slower(msgspec.Struct, frozen=True, kw_only=True):

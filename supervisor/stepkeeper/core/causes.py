@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
 
 class Notice(StrEnum):
-    """Why Slurm told us."""
+    """Why Slurm signaled the job, by Slurm's own answer."""
 
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
@@ -46,21 +46,21 @@ class Notice(StrEnum):
 
 
 class SkippedData(msgspec.Struct, frozen=True, kw_only=True):
-    """Data that the training does not take again: that of `steps` steps from `step` on."""
+    """Data that the training leaves out: that of `steps` steps from `step` on."""
 
     step: int
     steps: int
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often a launch failed in the same way since a verified step last lay beyond the place."""
+    """How often launches failed in the same way, since a step beyond that point was verified."""
 
     cause: Cause
-    place: str  # an exception and its line, a node, or the rule; nothing where evidence decides on the rule
-    count: int = 1  # the place in the cause's row; 0 again after a launch that may have progressed unseen
-    step: int | None = None  # at which it failed last
-    repeats: int = 0  # in all, whatever launches may have done unseen; 0: of a version that did not count
-    stepped_back: bool = False  # one checkpoint, because it failed at the same step twice
+    place: str  # an exception with its line, a node, or the rule; empty where several rules find the same failure
+    count: int = 1  # position in the recovery ladder; 0 again after a launch that may have progressed unseen
+    step: int | None = None  # the step at which it failed last
+    repeats: int = 0  # number of all such failures; 0: written by a release that did not count them
+    stepped_back: bool = False  # true: a rollback of one checkpoint was tried, after two failures at the same step
 
 
 # The recovery ladder: what follows from a cause, as data.  Pure.
@@ -79,7 +79,7 @@ class LadderError(ValueError):
 
 
 class Rung(StrEnum):
-    """What can follow from a failure."""
+    """The actions of the recovery ladder."""
 
     RELAUNCH = "relaunch"
     LEAVE = "leave"

@@ -1,7 +1,7 @@
 """What happened: the only input of `decide`.
 
-Each is stamped by its source with `at`, in Unix seconds that never go backwards (`loop_tools`).  Events are written to
-the journal as they are, so a field is only ever added, with a default.
+The source of an event stamps it with `at`, in Unix seconds that never go backwards (`loop_tools`).  The journal gets
+events as they are, so a field is only ever added, with a default.
 
 Where each comes from, and what may be concluded from it:
 
@@ -72,11 +72,11 @@ class Stamped(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """A node on which this job shall not run, and until when (Unix seconds)."""
+    """A node on which this job must not run."""
 
     node: str
     reasons: Why = ()
-    until: float
+    until: float  # Unix seconds
 
 
 class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
@@ -88,59 +88,59 @@ class AttemptStarted(Stamped, frozen=True, kw_only=True, tag="attempt_started"):
     nodes: tuple[str, ...]
     batch_node: str
     kill_wait_s: float
-    finished_step: int | None = None  # an earlier attempt said that the work is done
-    failures: int = 0  # launches that failed since the last verified progress, carried over
-    best_step: int | None = None  # the furthest verified step so far, carried over
-    node_losses: int = 0  # nodes lost since the last verified progress, carried over
+    finished_step: int | None = None  # the last step, where an earlier attempt finished the training
+    failures: int = 0  # from the attempt before: launches that failed since the last verified progress
+    best_step: int | None = None  # from the attempt before: the highest verified step
+    node_losses: int = 0  # from the attempt before: nodes lost since the last verified progress
     previous: str = ""  # how the attempt before ended, in words
-    wrapped: bool = True  # our wrapper is around each rank: `LaunchBegan` will come (not of own srun lines)
-    nodes_wanted: int = 0  # by a launch; the others are spares.  0: all
-    nodes_min: int = 0  # that a launch may shrink to.  0: never
-    node_counts: tuple[int, ...] = ()  # a launch has one of these numbers of nodes; empty: any
-    excluded: tuple[Exclusion, ...] = ()  # carried over
-    tried: tuple[Tried, ...] = ()  # carried over
-    baseline: Baseline = Baseline()  # carried over
-    skipped_data: tuple[SkippedData, ...] = ()  # carried over: data that the ranks do not take
-    losses: tuple[tuple[int, float], ...] = ()  # carried over: (step, loss) of the newest state, oldest first
-    nodes_before: tuple[str, ...] = ()  # that the attempt before used at last
-    gpus_per_node: int | None = None  # that Slurm gave the job; None where it says nothing
+    wrapped: bool = True  # Stepkeeper's wrapper starts each rank; false for a user's own srun line
+    nodes_wanted: int = 0  # nodes that a launch uses; the others are spares.  0: all
+    nodes_min: int = 0  # the fewest nodes of a launch.  0: it never shrinks
+    node_counts: tuple[int, ...] = ()  # allowed numbers of nodes of a launch; empty: any
+    excluded: tuple[Exclusion, ...] = ()  # from the attempt before
+    tried: tuple[Tried, ...] = ()  # from the attempt before
+    baseline: Baseline = Baseline()  # from the attempt before
+    skipped_data: tuple[SkippedData, ...] = ()  # from the attempt before: data that the training leaves out
+    losses: tuple[tuple[int, float], ...] = ()  # from the attempt before: (step, loss) pairs, oldest first
+    nodes_before: tuple[str, ...] = ()  # nodes of the last launch of the attempt before
+    gpus_per_node: int | None = None  # GPUs that Slurm gave the job on each node; None where Slurm does not show it
     end_at: float | None = None  # the job's time limit, Unix seconds
-    batch: bool = True  # false: in the allocation of `salloc` or a bare `srun`, which Slurm cannot requeue
+    batch: bool = True  # false: inside `salloc` or a bare `srun`, which Slurm cannot requeue
 
 
 class Tick(Stamped, frozen=True, kw_only=True, tag="tick"):
-    """The deadline of the state has come."""
+    """A deadline of the supervisor has passed."""
 
 
 class Suspended(Stamped, frozen=True, kw_only=True, tag="suspended"):
-    """This process did not run for `seconds`: the job was suspended, or its batch host did not run."""
+    """The supervisor did not run for `seconds`: the job was suspended, or its batch host was halted."""
 
     seconds: float
 
 
 class PartFailed(Stamped, frozen=True, kw_only=True, tag="part_failed"):
-    """A part of the supervisor failed that training can do without: reported once for each kind of error."""
+    """An optional part of the supervisor failed, and the training continues.  Recorded once for each kind of error."""
 
     part: str
     error: str
 
 
 class ClockSet(Stamped, frozen=True, kw_only=True, tag="clock_set"):
-    """Slurm's clock has moved forward by `seconds` among our instants, as where somebody set the clocks of a site."""
+    """Slurm's clock jumped by `seconds` (negative: back), for example because an administrator set the clocks."""
 
     seconds: float
 
 
 class Requested(Stamped, frozen=True, kw_only=True, tag="requested"):
-    """A person asks for a checkpoint, or for the end of the run.  It comes again until it is answered."""
+    """A person asked for a checkpoint or for the end of the run.  The event repeats until it is answered."""
 
-    name: str  # of the ask
+    name: str  # the file name of the request
     kind: Literal["save", "stop"]
-    by: str = ""  # the account
+    by: str = ""  # the person's account
 
 
 class RunDirectoryGone(Stamped, frozen=True, kw_only=True, tag="run_directory_gone"):
-    """The run directory has not been there for a while: nothing can be saved or resumed any more."""
+    """The run directory is gone, and did not come back: the run can no longer save or resume."""
 
     path: str
 
@@ -166,35 +166,35 @@ class JobState(StrEnum):
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What Slurm says of our job, in our words.  Instants are Unix seconds."""
+    """What Slurm says about the job.  Times are Unix seconds."""
 
     state: JobState
-    slurm_state: str  # as Slurm prints it, for people
-    restarts: int
-    reason: str = ""
-    preempt_at: float | None = None
-    end_at: float | None = None
-    requeue_allowed: bool = True
-    batch: bool = True  # it has a batch script; else nothing of it can be started again
-    excluded: str = ""  # node list: where the job may not run
-    required: str = ""  # node list: that the job wants by name
+    slurm_state: str  # the state as Slurm prints it, for people
+    restarts: int  # Slurm's restart count
+    reason: str = ""  # Slurm's reason for the state
+    preempt_at: float | None = None  # `PreemptTime`
+    end_at: float | None = None  # `EndTime`
+    requeue_allowed: bool = True  # `Requeue=1`
+    batch: bool = True  # the job has a batch script; without one Slurm cannot start it again
+    excluded: str = ""  # node list: nodes on which the job may not run
+    required: str = ""  # node list: nodes that the job requests by name
 
 
 class SignalReceived(Stamped, frozen=True, kw_only=True, tag="signal_received"):
-    """The batch process (we) got a signal: TERM, INT, USR1 or USR2."""
+    """The supervisor, which is the batch process, got a signal: TERM, INT, USR1 or USR2."""
 
     signal: str
 
 
 class NodeSignaled(Stamped, frozen=True, kw_only=True, tag="node_signaled"):
-    """A watcher got SIGTERM: at a preemption, Slurm signals the steps long before the batch process."""
+    """A watcher got SIGTERM.  At a preemption, Slurm signals the job's Slurm steps long before the batch process."""
 
     node: str
     signal: str
 
 
 class SlurmAnswered(Stamped, frozen=True, kw_only=True, tag="slurm_answered"):
-    """The answer to `AskSlurm`; `job` is None when Slurm could not be asked, and `error` says why."""
+    """The answer to `AskSlurm`.  If Slurm could not be asked, `job` is None and `error` says why."""
 
     job: JobFacts | None = None
     error: str = ""
@@ -204,9 +204,9 @@ class RequeueAnswered(Stamped, frozen=True, kw_only=True, tag="requeue_answered"
     """The answer to `Requeue`."""
 
     ok: bool
-    error: str = ""  # where it is ok: what did not succeed besides
-    job_id: int | None = None  # of the job that was submitted in its place
-    forbidden: bool = False  # the site does not allow it: to try again is of no use
+    error: str = ""  # what failed; with `ok`, a lesser failure on the way, such as excluding nodes
+    job_id: int | None = None  # id of the new job, if one was submitted in place of a requeue
+    forbidden: bool = False  # the site does not allow requeues, so another try is useless
 
 
 class NodesReleased(Stamped, frozen=True, kw_only=True, tag="nodes_released"):
@@ -217,33 +217,33 @@ class NodesReleased(Stamped, frozen=True, kw_only=True, tag="nodes_released"):
 
 
 class IdleNodes(Stamped, frozen=True, kw_only=True, tag="idle_nodes"):
-    """The answer to `AskIdleNodes`: nodes like ours that nobody uses."""
+    """The answer to `AskIdleNodes`: idle nodes that are similar to those of the job."""
 
     nodes: tuple[str, ...] = ()
-    error: str = ""  # Slurm could not be asked
+    error: str = ""  # why Slurm could not be asked
 
 
 # --- the nodes: their watchers, their checks, their hardware ---------------------------------------
 
 
 class Unfit(msgspec.Struct, frozen=True, kw_only=True):
-    """A node on which no launch should start, and why."""
+    """A node that failed its checks, so that no launch should use it."""
 
     node: str
     why: str
-    shared: bool = False  # the cause may be common to all nodes: storage, clock
+    shared: bool = False  # the cause may affect all nodes: storage, clock
 
 
 class WatcherReady(Stamped, frozen=True, kw_only=True, tag="watcher_ready"):
-    """The watcher of a node answers."""
+    """The watcher of a node has connected."""
 
     node: str
     bus: int
-    switches: str = ""  # above the node, the highest first: `core.leaf3`; empty where Slurm knows none
+    switches: str = ""  # network switches above the node, highest first: `core.leaf3`; empty where Slurm knows none
 
 
 class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
-    """A watcher fell silent or its process ended."""
+    """A watcher stopped sending, or its process ended."""
 
     node: str
     bus: int
@@ -251,18 +251,18 @@ class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
 
 
 class SlurmdGone(Stamped, frozen=True, kw_only=True, tag="slurmd_gone"):
-    """A node's watcher is late, and the node refuses connections to slurmd, for seconds: nothing of Slurm runs there.
+    """A node's watcher is silent, and the node refuses connections to slurmd: no Slurm daemon runs there.
 
-    Slurmd of another node takes them.  Told again every few seconds while it is so.
+    Meanwhile slurmd of another node accepts connections.  The event repeats every few seconds while this lasts.
     """
 
     node: str
     bus: int
-    silent_s: float  # of the watcher
+    silent_s: float  # how long the watcher has been silent
 
 
 class BusEnded(Stamped, frozen=True, kw_only=True, tag="bus_ended"):
-    """The Slurm step of the watchers is over."""
+    """The Slurm step of the watchers ended."""
 
     bus: int
     code: int
@@ -270,94 +270,94 @@ class BusEnded(Stamped, frozen=True, kw_only=True, tag="bus_ended"):
 
 
 class NodesCleared(Stamped, frozen=True, kw_only=True, tag="nodes_cleared"):
-    """Every watcher confirms: no process of an earlier launch is left on its node."""
+    """Every watcher has confirmed that no process of an earlier launch is left on its node."""
 
     launch: int
-    address: str  # of the node of rank 0: where the ranks of the next launch meet
-    port: int  # free there
+    address: str  # address of rank 0's node: where the ranks of the next launch meet
+    port: int  # a free port there
     unfit: tuple[Unfit, ...] = ()  # nodes that failed the checks before a launch
-    nodes: tuple[str, ...] = ()  # that confirmed
+    nodes: tuple[str, ...] = ()  # nodes that confirmed
 
 
 class NodesNotCleared(Stamped, frozen=True, kw_only=True, tag="nodes_not_cleared"):
-    """The answer to `AskUncleared`: nodes that have not confirmed."""
+    """The answer to `AskUncleared`: nodes that have not yet confirmed."""
 
     launch: int
     nodes: tuple[str, ...]
 
 
 class NodeFaulted(Stamped, frozen=True, kw_only=True, tag="node_faulted"):
-    """A fault of a node's hardware was seen; the same `incident` again means that it was raised."""
+    """A hardware fault of a node was found.  The same `incident` again means that the fault became more severe."""
 
     node: str
-    incident: str
-    name: str  # `XID 79`
-    action: str  # of `xid.catalogue.Action`
-    leave: bool  # no job should run on this node any more
+    incident: str  # id of the incident
+    name: str  # for example `XID 79`
+    action: str  # what the fault needs: an action of the XID catalogue
+    leave: bool  # true: no job should use this node
     why: str
     gpu: str = ""  # PCI address and UUID, for people
     drained: bool = False  # the agent has drained the node
 
 
 class NodesChecked(Stamped, frozen=True, kw_only=True, tag="nodes_checked"):
-    """The answer to `CheckNodes`: of the nodes that answered, those that are still not fit."""
+    """The answer to `CheckNodes`."""
 
-    nodes: tuple[str, ...]  # that answered
-    unfit: tuple[Unfit, ...] = ()
+    nodes: tuple[str, ...]  # nodes that answered
+    unfit: tuple[Unfit, ...] = ()  # those of them that are still not fit
 
 
 # --- the storage: what it holds, and whether it can be trusted -------------------------------------
 
 
 class Skipped(msgspec.Struct, frozen=True, kw_only=True):
-    """A step directory that was passed over, and why."""
+    """A step directory that cannot be used, and why."""
 
     directory: str
     problem: str
-    damaged: bool = False  # it was committed, and is not what it was
+    damaged: bool = False  # true: it was committed, and its bytes have changed since
 
 
 class CheckpointChosen(Stamped, frozen=True, kw_only=True, tag="checkpoint_chosen"):
-    """The answer to `ChooseCheckpoint`: the newest verified step directory, or None on a fresh start."""
+    """The answer to `ChooseCheckpoint`: the newest verified step directory, or None if there is none."""
 
     directory: str | None
     step: int | None
-    skipped: tuple[Skipped, ...] = ()
-    bytes_read: int = 0  # what was found right before, and is unchanged, is not read again
+    skipped: tuple[Skipped, ...] = ()  # newer step directories that cannot be used
+    bytes_read: int = 0  # 0 also if it was verified before and has not changed
     seconds: float = 0.0
-    readers: tuple[str, ...] = ()  # nodes that read
-    same_world: bool = False  # as many ranks as saved it can resume from it, and no other number
+    readers: tuple[str, ...] = ()  # nodes that read it
+    same_world: bool = False  # true: only the number of ranks that saved it can resume from it
 
 
 class ChoiceFailed(Stamped, frozen=True, kw_only=True, tag="choice_failed"):
-    """The step directories could not even be listed: the storage does not answer as it should."""
+    """The step directories could not be listed: the storage fails."""
 
     error: str
 
 
 class CheckpointVerified(Stamped, frozen=True, kw_only=True, tag="checkpoint_verified"):
-    """The answer to `VerifyCheckpoint`: every byte was read and compared."""
+    """The answer to `VerifyCheckpoint`: every byte was read and compared with the manifest."""
 
     directory: str
     ok: bool
     problem: str = ""
     seconds: float = 0.0
     bytes_read: int = 0
-    readers: tuple[str, ...] = ()  # nodes that read
-    gone: bool = False  # it was removed meanwhile: that says nothing
+    readers: tuple[str, ...] = ()  # nodes that read it
+    gone: bool = False  # true: it was removed meanwhile, so the result has no meaning
 
 
 class StorageTested(Stamped, frozen=True, kw_only=True, tag="storage_tested"):
-    """The answer to `TestStorage`: whether bytes that were written came back."""
+    """The answer to `TestStorage`: whether the storage returned the bytes that were written."""
 
     ok: bool
-    problem: str = ""  # what is wrong, and in which act
-    untrue: bool = False  # it gave back other bytes than it was given
-    thorough: bool = False
+    problem: str = ""  # which operation failed, and how
+    untrue: bool = False  # true: the storage returned other bytes than were written
+    thorough: bool = False  # true: the test with many bytes
     bytes: int = 0
-    write_s: float = 0.0  # written and durable
+    write_s: float = 0.0  # time until the bytes were written and durable
     read_s: float = 0.0
-    from_disk: bool = False  # read past the page cache
+    from_disk: bool = False  # true: read past the page cache
 
 
 # --- a launch: the messages of its ranks, their ends, and why it failed ----------------------------
@@ -370,28 +370,28 @@ class OfLaunch(Stamped, frozen=True, kw_only=True):
 
 
 class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
-    """Every task of the training step has started: all wrappers said so.
+    """Every task of the training's Slurm step has started: all wrappers have reported.
 
-    Never of the user's own srun line, which has no wrapper, and not needed where a rank spoke before.
+    It never comes for a user's own srun line, which has no wrappers.
     """
 
-    warm: int = 0  # ranks that a warm standby became
-    cold: str = ""  # why one did not, where standbys were looked for
+    warm: int = 0  # ranks that were started from a warm standby
+    cold: str = ""  # why a rank was not, although standbys are on
 
 
 class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
-    """The trainer library of a rank is there: this launch can save and stop; or, with `unable`, it cannot."""
+    """The trainer library of a rank has connected, so this launch can save and stop on request."""
 
     rank: int
     node: str
-    resumed_step: int | None = None  # it resumes from here; None where it has not loaded anything, or not yet
-    total_steps: int | None = None  # when the work is done; None where the script does not say it
-    framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
-    unable: str = ""  # why it saves nothing on request after all
+    resumed_step: int | None = None  # the step it resumes from; None: it has loaded nothing, or not yet
+    total_steps: int | None = None  # the last step of the training; None: the script does not say it
+    framework: str = ""  # framework, with version, whose checkpoints it saves; empty: the library's own
+    unable: str = ""  # why it cannot save on request; empty: it can
 
 
 class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
-    """A rank's process ended; `code` and `signal` are both None where its exit status is unknown."""
+    """A rank's process ended.  If its exit status is unknown, `code` and `signal` are both None."""
 
     rank: int
     node: str
@@ -400,55 +400,55 @@ class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
 
 
 class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
-    """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal.
+    """Rank 0 completed a step.  The journal gets at most one of these a minute, unless one changed something.
 
-    Of a script without the trainer library it is what the log of its framework shows.
+    For a script without the trainer library, the step is read from what its framework prints.
     """
 
     step: int
     tokens: int
     loss: float | None = None
     step_seconds: float | None = None
-    not_finite: bool = False  # the loss is NaN or infinite: JSON has no word for these
-    printed: bool = False  # read in what the ranks print, of a script without the trainer library
-    held_step: int | None = None  # the newest snapshot that the memory of all nodes holds
+    not_finite: bool = False  # true: the loss is NaN or infinite, which JSON cannot express
+    printed: bool = False  # true: read from the ranks' output
+    held_step: int | None = None  # step of the newest snapshot that all nodes hold in memory
 
 
 class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
-    """Steps after a resume were done again, and their losses compared with those recorded the first time."""
+    """After a resume the ranks repeated steps, and their losses were compared with those recorded the first time."""
 
-    step: int  # the last one
-    steps: int  # that were compared
-    first: int | None = None  # whose loss is another one
-    worst: int | None = None  # whose loss is furthest from the recorded one
-    then: float | None = None  # the recorded loss of that one; None: no finite number
-    now: float | None = None
-    deterministic: bool = False  # the run says that it is, and nothing that losses depend on has changed
-    changed: str = ""  # what has
+    step: int  # the last repeated step
+    steps: int  # how many steps were compared
+    first: int | None = None  # the first step with another loss
+    worst: int | None = None  # the step whose loss differs most
+    then: float | None = None  # the recorded loss of `worst`; None: no finite number
+    now: float | None = None  # its new loss
+    deterministic: bool = False  # the run declares itself deterministic, and nothing that losses depend on has changed
+    changed: str = ""  # what has changed
 
 
 class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
-    """A rank came to other bits where it computed a micro-batch again: its device computes wrongly."""
+    """A rank computed a micro-batch twice with different results: its device computes wrongly."""
 
     rank: int
     node: str
-    step: int  # that was done before it
-    confirmed: int  # the newest step at which all ranks came to the same bits
-    what: str = ""  # differs: the loss, names of gradients
+    step: int  # the last step before the check
+    confirmed: int  # the newest step at which the check found equal results on all ranks
+    what: str = ""  # what differs: the loss, names of gradients
     gpu: str = ""
 
 
 class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
-    """How long the slowest rank of each node worked itself for a step, without what it waited for others.
+    """How long the slowest rank of each node worked for a step, without its waits for other ranks.
 
-    Every few seconds; one in a while reaches the journal, and each that something followed from.
+    It comes every few seconds.  The journal gets one an hour, and each that changed something.
     """
 
-    step: int  # the newest that a node reported
-    step_seconds: float  # median
-    own: tuple[tuple[str, float], ...]  # (node, seconds): of the newest steps
-    loading: float = 0.0  # of it, seconds that a node takes to load data: the lower median
-    slowest: tuple[tuple[str, int, float], ...] = ()  # a few: (node, its slowest rank, seconds that it loads data)
+    step: int  # the newest step that a node reported
+    step_seconds: float  # median over the nodes
+    own: tuple[tuple[str, float], ...]  # (node, seconds of own work a step)
+    loading: float = 0.0  # the part of it that loads data: the lower median over the nodes
+    slowest: tuple[tuple[str, int, float], ...] = ()  # the slowest few: (node, slowest rank, its seconds to load data)
 
 
 class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
@@ -469,12 +469,12 @@ class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_c
     seconds: float
     emergency: bool = False
     drift: str = ""  # tensors whose copies differ between ranks: a device may compute wrongly
-    by_disk: bool = False  # it came by way of the nodes' own disks
-    framework: str = ""  # it is a checkpoint of this framework, and `directory` its path
+    by_disk: bool = False  # true: it was written to the nodes' own disks first
+    framework: str = ""  # the framework that wrote it; `directory` is then its path
 
 
 class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
-    """A save came to nothing; older step directories are untouched."""
+    """A save failed; older step directories are untouched."""
 
     step: int
     save_id: str
@@ -483,46 +483,46 @@ class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
 
 
 class TrainingFinished(OfLaunch, frozen=True, kw_only=True, tag="training_finished"):
-    """Rank 0: the work is done."""
+    """Rank 0 reports that the training is finished."""
 
     step: int
 
 
 class TrainingStopped(OfLaunch, frozen=True, kw_only=True, tag="training_stopped"):
-    """Rank 0: all ranks leave because they were asked to, or because nobody answered them."""
+    """Rank 0 reports that all ranks exit, because they were asked to or because the supervisor did not answer."""
 
     step: int
     save_id: str | None = None
 
 
 class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
-    """The training step's srun is over: no rank of it runs any more."""
+    """The srun of the training ended: none of its ranks runs any more."""
 
     code: int
-    finished: bool = False  # outcome.json of this launch says so, or the newest checkpoint of a framework
-    stopped: bool = False
+    finished: bool = False  # `outcome.json` or the framework's newest checkpoint shows that the training is finished
+    stopped: bool = False  # `outcome.json` shows that the ranks saved and stopped
     error: str = ""
-    step: int | None = None  # of that checkpoint
-    target: int | None = None  # the step at which training ends, where 0 before it is no end
-    unproven: bool = False  # 0 alone is no end here, and neither the last step nor a checkpoint is known
+    step: int | None = None  # step of the framework's newest checkpoint
+    target: int | None = None  # the last step of the training, if exit code 0 came before it
+    unproven: bool = False  # exit code 0 does not prove the end here, and no checkpoint shows it
 
 
 class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):
-    """The training step could not be started at all."""
+    """The training's Slurm step could not be started."""
 
     error: str
 
 
 class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected"):
-    """The answer to `CollectStacks`: what the ranks do, and whether any of them did something else a moment later."""
+    """The answer to `CollectStacks`: what the ranks do."""
 
-    moved: bool
+    moved: bool  # true: a rank did something else a moment later
     summary: str  # in words: `rank 1 is in load (data.py:7); rank 0 waits in all_reduce`
-    rank: int | None = None  # that does not wait for the others, where one is known
+    rank: int | None = None  # the rank that does not wait for others, if one is known
     node: str = ""  # its node
-    idle: bool = False  # every rank is sure to do nothing: it waits for others, or computes, reads and writes nothing
-    sure_s: float = 0.0  # one rank cannot continue for so long, and all others wait: it is stopped or asleep until then
-    awaited: bool = False  # one rank only slept, in three looks, and all others wait in a collective for it
+    idle: bool = False  # true: no rank computes, reads or writes
+    sure_s: float = 0.0  # for so many seconds one rank is sure to be stopped or asleep, while all others wait
+    awaited: bool = False  # true: one rank only sleeps, and all others wait for it in a collective
 
 
 class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):
@@ -532,15 +532,15 @@ class Judged(OfLaunch, frozen=True, kw_only=True, tag="judged"):
     rule: str  # `no-evidence` where there is none
     confidence: float  # 0 to 1
     text: str = ""  # the strongest piece of evidence, shortened
-    location: str = ""  # `ValueError at train.py:61 in main`
-    rank: int | None = None  # that failed first, where that is known
+    location: str = ""  # for example `ValueError at train.py:61 in main`
+    rank: int | None = None  # the rank that failed first, if known
     node: str = ""
-    step: int | None = None  # the last one of the launch; where a loss went wrong, the first such
-    second_cause: Cause = Cause.UNKNOWN  # what it would be without the strongest piece
+    step: int | None = None  # the launch's last step; if a loss went wrong, the first wrong step
+    second_cause: Cause = Cause.UNKNOWN  # the verdict without the strongest piece of evidence
 
 
 class RolledBack(OfLaunch, frozen=True, kw_only=True, tag="rolled_back"):
-    """The answer to `RollBack`: the lineage leads to an older step now, or `error` says why not."""
+    """The answer to `RollBack`: the lineage now ends at an older step, or `error` says why not."""
 
     directory: str | None = None
     step: int | None = None

@@ -220,109 +220,110 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is never created is a failed launch."""
 
     save_margin_s: float = 4.0
-    """Time between the end of a save and the moment at which Slurm kills: the requeue needs it."""
+    """Time between the end of a save and the moment at which Slurm kills the job.  The requeue needs it."""
 
     stop_within_s: float = 900.0
     """Time limit of the save after `stepkeeper stop`; then the ranks are killed."""
 
     stop_signal: str = "TERM"
-    """The signal that has a script without the trainer library save and end: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
-    ranks get it at a notice, before the time limit and at `stepkeeper stop`, and SIGKILL only when the time is over."""
+    """The signal by which a script without the trainer library saves and ends: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
+    ranks get it at a notice, before the time limit and at `stepkeeper stop`.  They get SIGKILL only when the time is
+    over."""
 
     time_limit_margin: float = 0.0
-    """Leave so many seconds before the job's time limit, with or without a signal; 0: by how long the run's saves take,
-    at least 60 s, at most a fifth of the attempt."""
+    """Save and exit this many seconds before the job's time limit, with or without a signal.  0: as long as the run's
+    saves take, at least 60 s, at most a fifth of the attempt."""
 
     leave_within_s: float = 15.0
     """Time limit from the commit (or the end of training) to the exit of the last rank."""
 
     read_back: str = "off"
-    """Read back, past the page cache and where possible on another node than wrote it, what was saved while training
-    continues: off, newest (no more than one at a time, the newest), all."""
+    """Verify saves while the training continues, past the page cache, and if possible on another node than wrote them:
+    off, newest (one at a time, always the newest), all."""
 
     failures_max: int = 3
-    """The run stops after so many failed launches without a newly verified step in between."""
+    """The run stops after this many failed launches without a newly verified step in between."""
 
     resubmit: str = "auto"
-    """Where Slurm may not requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and
-    to continue the run (auto), or end and say how to continue (never)."""
+    """If Slurm cannot requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and to
+    continue the run (auto), or end and say how to continue (never)."""
 
     node_losses_max: int = 10
-    """The run stops after so many lost and faulty nodes without a newly verified step in between."""
+    """The run stops after more than this many lost and faulty nodes without a newly verified step in between."""
 
     exclude_lost_for_s: float = 900.0
-    """A lost node is given back before a requeue, and excluded at it, for so long: Slurm may not miss it yet.
-
-    Longer than the site's `SlurmdTimeout`.  The exclusion ends with the job's next requeue after that.
-    """
+    """A lost node is given back before a requeue, and excluded from the job for this time, because Slurm may not have
+    noticed yet.  Choose more than the site's `SlurmdTimeout`.  The exclusion ends with the job's next requeue after
+    that time."""
 
     grow_back: str = "launch"
-    """A launch that has fewer nodes than it wants gets some back: a node that only failed its check is checked again
-    and taken back at the next launch (launch), or besides right after a checkpoint, for which the job is also requeued
-    once enough nodes like its own have been idle for a while (checkpoint); or no node returns (off)."""
+    """How a launch with fewer nodes than wanted grows again.  launch: a node that only failed its check is checked
+    again, and used again from the next launch on.  checkpoint: also right after a checkpoint; and the job is requeued
+    once enough similar nodes have been idle for a while.  off: no node returns."""
 
     grow_idle_s: float = 600.0
     """How long other nodes must have been idle before the job is requeued to get them.  A node that failed its check
-    rests for so long before the next check, then twice as long, and so on.  Slurm is asked for idle nodes every half
-    of it, and only while nodes are missing."""
+    also waits this long for the next check, then twice as long, and so on.  Slurm is asked for idle nodes every half of
+    this time, and only while nodes are missing."""
 
     hang_watch: bool = True
-    """Look for training that has stopped making progress, by its own step times."""
+    """Detect training that has stopped making progress, by its own step times."""
 
     hang_least_s: float = 120.0
-    """No shorter silence ends a launch, with two exceptions.  Half a minute is enough in a run with even steps, where
-    no rank does anything.  Seconds are enough where a rank is stopped, sleeps for longer than this, or only sleeps."""
+    """The shortest silence that ends a launch, with two exceptions.  Half a minute is enough in a run with even steps,
+    if no rank does anything.  Seconds are enough if one rank is stopped or only sleeps, and all others wait."""
 
     hang_most_s: float = 3600.0
-    """A longer silence is checked whatever is usual: also before the first statistics of a run.  A start counts as
-    silent when the trainer library's first message takes ten times as long as in any launch of the run before."""
+    """A longer silence is checked in any case, also before the run has its first statistics.  A start counts as silent
+    if the trainer library's first message takes ten times as long as in any earlier launch of the run."""
 
     loss_not_finite: str = "rollback"
-    """What a loss that stays NaN or infinite leads to: `off`, `report` (a line in the log) or `rollback`.  A rollback
+    """What follows if the loss stays NaN or infinite: `off`, `report` (a line in the log) or `rollback`.  A rollback
     ends the launch; the next one resumes from the verified step before it, as `on_numerical` says."""
 
     loss_spike: str = "report"
-    """The same for a loss that jumps and stays up, also after a resume."""
+    """The same for a loss that jumps and stays high, also after a resume."""
 
     skip_data_steps: int = 0
-    """After a rollback because a loss went wrong: leave out the data of so many steps from that step on (the sampler
-    must be a GlobalSampler, or have its `skip`).  0: all data is taken again."""
+    """After a rollback because of a wrong loss: leave out the data of this many steps from that step on (the sampler
+    must be a GlobalSampler, or have its `skip`).  0: leave out nothing."""
 
     replay_differs: str = "report"
-    """The ranks repeat steps after a resume, and the losses differ by more than is usual: `report` or `rollback`.  A
-    rollback ends the launch and tries once more from a verified step, as `on_numerical` says."""
+    """What follows if the ranks repeat steps after a resume and the losses differ by more than is usual: `report` or
+    `rollback`.  A rollback ends the launch and tries once more from a verified step, as `on_numerical` says."""
 
     slow_node: str = "report"
-    """A node whose ranks take longer for a step than those of the other nodes, which wait for them: `report` (log,
-    metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next checkpoint)."""
+    """What follows if the ranks of a node take longer for a step than those of other nodes, which wait for them:
+    `report` (log, metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next
+    checkpoint)."""
 
     on_exception: str = "relaunch, stop"
-    """What the first, the second, ... failure in the same way leads to, where the cause is an error of the program:
-    relaunch, leave (the node), rollback (to the verified step before), requeue, stop; `relaunch after 30 s` waits."""
+    """The actions for the first, the second, ... failure in the same way, if the program raised an error: relaunch,
+    leave (the node), rollback (to an older verified step), requeue, stop; `relaunch after 30 s` waits."""
 
     on_gpu_memory: str = "relaunch, stop"
-    """The same where a GPU ran out of memory."""
+    """The same if a GPU ran out of memory."""
 
     on_host_memory: str = "relaunch, leave, stop"
-    """The same where a node ran out of memory."""
+    """The same if a node ran out of memory."""
 
     on_segfault: str = "relaunch, leave, stop"
-    """The same where a process crashed in native code."""
+    """The same if a process crashed in native code."""
 
     on_numerical: str = "rollback, stop"
-    """The same where the training went numerically wrong."""
+    """The same if the training went numerically wrong."""
 
     on_storage: str = "relaunch after 10 s, relaunch after 30 s, relaunch after 120 s, relaunch after 600 s, stop"
-    """The same where a file system was full or did not answer: in no budget of the training."""
+    """The same if a file system was full or failed.  These failures do not count for `failures_max`."""
 
     on_network: str = "relaunch, requeue, stop"
-    """The same where the network failed."""
+    """The same if the network failed."""
 
     on_hang: str = "relaunch, leave, requeue, stop"
-    """The same where the training hung."""
+    """The same if the training hung."""
 
     on_unknown: str = "relaunch"
-    """The same where nothing says why, and for causes without a row of their own."""
+    """The same if the cause is unknown, or has no row of its own."""
 
     def row(self, cause: Cause) -> tuple[causes.Try, ...]:
         """Return what failures of a cause lead to, the first one first."""

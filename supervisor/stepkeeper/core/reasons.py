@@ -1,7 +1,7 @@
-"""Why something was decided: tagged records with their facts.  Pure.
+"""A reason says why something was decided: a tagged record with its facts.
 
-Rules, reports, metrics and verdicts match on these types, and never on sentences.  `reason_text` words them, for logs,
-the status and people; the journal holds both.  Facts are only ever added, with a default: older records stay readable.
+`why` of the same journal record has the reasons in words.  Programs should match on the tags, because the words may
+change.  Later releases only add facts, each with a default, so older records stay readable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Reason(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="reason
 
 
 class AttemptStarts(_Reason, frozen=True, kw_only=True):
-    """The supervisor holds the lease, and begins."""
+    """The supervisor holds the lease and begins."""
 
 
 class FinishedEarlier(_Reason, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class FinishedEarlier(_Reason, frozen=True, kw_only=True):
 
 
 class FaultyNodesGiven(_Reason, frozen=True, kw_only=True):
-    """Slurm gave the job nodes that it had excluded."""
+    """Slurm gave the job nodes that the job excludes."""
 
     nodes: tuple[str, ...]
     used: bool  # for want of others
@@ -51,14 +51,14 @@ class WatchersReady(_Reason, frozen=True, kw_only=True):
 
 
 class WatchersBack(_Reason, frozen=True, kw_only=True):
-    """Watchers of a new bus answer, and missed what the old ones were sent."""
+    """Watchers answer again, and get an order again that they may have missed."""
 
     everyone: bool
     sent_again: str = ""  # `save` or `kill`
 
 
 class NoticePerhapsMissed(_Reason, frozen=True, kw_only=True):
-    """Every watcher answers again: only Slurm knows whether a notice came meanwhile."""
+    """Every watcher answers again, and Slurm is asked whether a notice was missed."""
 
 
 class NoCheckpoint(_Reason, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class StepsPassedOver(_Reason, frozen=True, kw_only=True):
 
 
 class FailuresMax(_Reason, frozen=True, kw_only=True):
-    """So many launches failed, or nodes were lost or faulty, without a newly verified step."""
+    """Too many launches failed, or too many nodes were lost or faulty, without a newly verified step."""
 
     failures: int
     of_nodes: bool = False
@@ -94,17 +94,17 @@ class StorageUnusable(_Reason, frozen=True, kw_only=True):
 
 
 class NodesReady(_Reason, frozen=True, kw_only=True):
-    """Every node is clear of the launch before, and fit."""
+    """No node has a process of the last launch any more, and all are fit."""
 
 
 class LaunchShrinks(_Reason, frozen=True, kw_only=True):
-    """The launch has fewer nodes than it wants."""
+    """The launch gets fewer nodes than wanted."""
 
     nodes: int
 
 
 class SparesLeft(_Reason, frozen=True, kw_only=True):
-    """Nodes of the allocation that take no part."""
+    """Nodes of the allocation that the launch does not use."""
 
     nodes: tuple[str, ...]
 
@@ -118,7 +118,7 @@ class SpareUsed(_Reason, frozen=True, kw_only=True):
 
 
 class LaunchRefused(_Reason, frozen=True, kw_only=True):
-    """The training step could not be started."""
+    """The training's Slurm step could not be started."""
 
     error: str
 
@@ -144,7 +144,7 @@ class StorageSuspect(_Reason, frozen=True, kw_only=True):
 
 
 class StorageTestBegins(_Reason, frozen=True, kw_only=True):
-    """The storage is tested, perhaps once more."""
+    """A test of the storage begins."""
 
 
 class StorageTestPassed(_Reason, frozen=True, kw_only=True):
@@ -163,7 +163,7 @@ class StorageTestFailed(_Reason, frozen=True, kw_only=True):
 
 
 class StorageTrusted(_Reason, frozen=True, kw_only=True):
-    """The thorough test found nothing."""
+    """The thorough test of the storage found no error."""
 
     directory: str | None
 
@@ -175,19 +175,19 @@ class StorageNotRecovered(_Reason, frozen=True, kw_only=True):
 
 
 class StorageTestAgain(_Reason, frozen=True, kw_only=True):
-    """No launch starts before the next test."""
+    """No launch starts before the next test of the storage."""
 
     after_s: float
 
 
 class CheckpointVerified(_Reason, frozen=True, kw_only=True):
-    """A step directory was read and compared."""
+    """Every byte of a step directory was read and compared."""
 
     directory: str
 
 
 class CheckpointDamaged(_Reason, frozen=True, kw_only=True):
-    """A step directory is not what was written."""
+    """The bytes of a step directory are not those that were saved."""
 
     directory: str
     problem: str
@@ -200,59 +200,59 @@ class CheckpointRemoved(_Reason, frozen=True, kw_only=True):
 
 
 class CheckpointBeforeUsed(_Reason, frozen=True, kw_only=True):
-    """The next launch resumes from the step directory before."""
+    """The next launch resumes from an older step directory."""
 
 
 class DamagedInARow(_Reason, frozen=True, kw_only=True):
-    """So many step directories in a row are damaged: the storage is tested."""
+    """Several step directories in a row are damaged, so the storage is tested."""
 
     count: int
 
 
 class SaveAgain(_Reason, frozen=True, kw_only=True):
-    """The ranks are asked to save once more, since the newest step directory is damaged."""
+    """The ranks are asked to save again, because the newest step directory is damaged."""
 
 
 # --- ranks ----------------------------------------------------------------------------------------
 
 
 class TasksStarted(_Reason, frozen=True, kw_only=True):
-    """Every task of the training step has started."""
+    """Every task of the training's Slurm step has started."""
 
     warm: int = 0  # by a warm standby
     cold: str = ""  # why one was not
 
 
 class LibraryAnswers(_Reason, frozen=True, kw_only=True):
-    """A rank has the trainer library."""
+    """The trainer library of a rank has connected."""
 
     framework: str = ""  # that it is attached to
 
 
 class NotAttached(_Reason, frozen=True, kw_only=True):
-    """The trainer library is not attached to a framework, or no longer: nothing is saved on request."""
+    """The trainer library is not attached to the framework, so the ranks cannot save on request."""
 
     framework: str
     error: str
 
 
 class ResumedElsewhere(_Reason, frozen=True, kw_only=True):
-    """The ranks resume from another step than the chosen one."""
+    """The ranks resume from another step than the one that the supervisor chose."""
 
     step: int
     chosen: int | None = None  # None: the beginning
 
 
 class NoLibrary(_Reason, frozen=True, kw_only=True):
-    """No rank of this run has the trainer library, as far as is known."""
+    """No rank is known to have the trainer library."""
 
 
 class StopSignalInstead(_Reason, frozen=True, kw_only=True):
-    """Ranks without the trainer library get the stop signal, and have until the deadline."""
+    """Ranks without the trainer library get the stop signal, and time until the deadline."""
 
 
 class NothingToSave(_Reason, frozen=True, kw_only=True):
-    """The ranks have done no step in this launch."""
+    """The ranks have completed no step in this launch."""
 
 
 class Committed(_Reason, frozen=True, kw_only=True):
@@ -276,23 +276,23 @@ class SaveFailed(_Reason, frozen=True, kw_only=True):
 
 
 class CommitInFlight(_Reason, frozen=True, kw_only=True):
-    """The ranks may still complete the commit that is in flight."""
+    """The ranks may still complete a commit that has begun."""
 
 
 class TrainingFinished(_Reason, frozen=True, kw_only=True):
-    """Rank 0 says that the training is finished, or `outcome.json` does, or a framework's newest checkpoint."""
+    """Rank 0, `outcome.json` or the framework's newest checkpoint shows that the training is finished."""
 
     step: int | None = None
 
 
 class RanksLeave(_Reason, frozen=True, kw_only=True):
-    """The ranks leave, as they were asked to."""
+    """The ranks exit, as they were asked to."""
 
     step: int
 
 
 class RanksLeftAlone(_Reason, frozen=True, kw_only=True):
-    """The ranks left, and nobody had asked them to."""
+    """The ranks exited with a checkpoint, and nobody had asked them to."""
 
     step: int | None = None
 
@@ -308,7 +308,7 @@ class RankFailed(_Reason, frozen=True, kw_only=True):
 
 
 class SignalUnexplained(_Reason, frozen=True, kw_only=True):
-    """Slurm's signal may have ended the rank: Slurm is asked."""
+    """A signal from Slurm may have ended the rank, so Slurm is asked."""
 
 
 class EndedAsAsked(_Reason, frozen=True, kw_only=True):
@@ -316,7 +316,7 @@ class EndedAsAsked(_Reason, frozen=True, kw_only=True):
 
 
 class RankLeft(_Reason, frozen=True, kw_only=True):
-    """A rank is gone without a failure that anybody saw, and rank 0 gave no reason."""
+    """A rank is gone, nobody saw a failure, and rank 0 gave no reason."""
 
     rank: int
     node: str
@@ -325,40 +325,40 @@ class RankLeft(_Reason, frozen=True, kw_only=True):
 
 
 class OutcomeMissing(_Reason, frozen=True, kw_only=True):
-    """Rank 0 said that the training is finished, and `outcome.json` does not."""
+    """Rank 0 said that the training is finished, but `outcome.json` does not."""
 
     error: str = ""
     code: int = 0
 
 
 class CommandEnded(_Reason, frozen=True, kw_only=True):
-    """A command without the trainer library ended with 0."""
+    """A command without the trainer library ended with exit code 0."""
 
 
 class EndedBeforeTarget(_Reason, frozen=True, kw_only=True):
-    """The command ended with 0, and its newest checkpoint is of an earlier step than the last one."""
+    """The command ended with exit code 0, but its newest checkpoint is not that of the last step."""
 
     target: int  # the last step
     step: int | None = None  # of the newest checkpoint; None: there is none
 
 
 class EndUnproven(_Reason, frozen=True, kw_only=True):
-    """The command ended with 0, which its framework also does on an error, and no checkpoint shows the end."""
+    """The command ended with exit code 0, as its framework also does on errors, and no checkpoint shows the end."""
 
 
 class CommandGaveUp(_Reason, frozen=True, kw_only=True):
-    """The command ended with 93: it asks not to be started again."""
+    """The command ended with exit code 93, by which it asks not to be started again."""
 
 
 class StepFailed(_Reason, frozen=True, kw_only=True):
-    """The training step ended with an error."""
+    """The training's Slurm step ended with an error."""
 
     code: int
     error: str = ""
 
 
 class RanksEndedSilently(_Reason, frozen=True, kw_only=True):
-    """The ranks ended with 0, and rank 0 did not say that the training is finished."""
+    """The ranks ended with exit code 0, but rank 0 did not say that the training is finished."""
 
 
 class Relaunch(_Reason, frozen=True, kw_only=True):
@@ -366,7 +366,7 @@ class Relaunch(_Reason, frozen=True, kw_only=True):
 
 
 class Late(_Reason, frozen=True, kw_only=True):
-    """What was waited for did not come in time."""
+    """A deadline passed."""
 
     timer: str  # `core.state.Timer`
     within_s: float = 0.0  # 0: by an instant that others set
@@ -389,31 +389,31 @@ class CauseFound(_Reason, frozen=True, kw_only=True):
 
 
 class Recovery(_Reason, frozen=True, kw_only=True):
-    """The action of the ladder that a failure leads to."""
+    """The action that the recovery ladder prescribes for the failure."""
 
     action: Rung
     after_s: float = 0.0
 
 
 class NodeLeftFor(_Reason, frozen=True, kw_only=True):
-    """A node is left, because launches fail on it."""
+    """The next launch does not use a node, because launches failed on it."""
 
     node: str
 
 
 class CauseStays(_Reason, frozen=True, kw_only=True):
-    """Another start does not change the cause."""
+    """Another start would not change the cause, so the run ends."""
 
 
 class DataLeftOut(_Reason, frozen=True, kw_only=True):
-    """The data of some steps is left out."""
+    """The training leaves out the data of some steps."""
 
     step: int
     steps: int
 
 
 class DataNotLeftOut(_Reason, frozen=True, kw_only=True):
-    """Data was left out too often already."""
+    """Data was left out too often already, so no more is left out."""
 
     times: int
 
@@ -423,23 +423,23 @@ class StartOver(_Reason, frozen=True, kw_only=True):
 
 
 class NewestIsBefore(_Reason, frozen=True, kw_only=True):
-    """The newest verified step lies before the one that went wrong."""
+    """The newest verified step is older than the step that went wrong."""
 
 
 class GoBackBelow(_Reason, frozen=True, kw_only=True):
-    """The lineage is to lead to a step before this one."""
+    """The training goes back to a step before this one."""
 
     step: int
 
 
 class RolledBack(_Reason, frozen=True, kw_only=True):
-    """The lineage leads to an older step directory."""
+    """The lineage now ends at an older step directory."""
 
     directory: str | None
 
 
 class NoWayBack(_Reason, frozen=True, kw_only=True):
-    """The lineage cannot be led to an older step."""
+    """The training cannot go back to an older step."""
 
     error: str
 
@@ -448,18 +448,18 @@ class NoWayBack(_Reason, frozen=True, kw_only=True):
 
 
 class GotSignal(_Reason, frozen=True, kw_only=True):
-    """The batch process got a signal, or Slurm's steps on a node."""
+    """The supervisor, or the Slurm steps on a node, got a signal."""
 
     signal: str
     node: str = ""
 
 
 class TimeLimitNear(_Reason, frozen=True, kw_only=True):
-    """The job's time limit is near, by our own clock."""
+    """The job's time limit is near, by the clock of the batch host."""
 
 
 class AskedAgain(_Reason, frozen=True, kw_only=True):
-    """Slurm's answer is out of date: a signal came after the question, or the job was suspended."""
+    """Slurm is asked again, because a signal or a suspension came after the question."""
 
     suspended: bool = False
 
@@ -478,7 +478,7 @@ class SlurmUnreachable(_Reason, frozen=True, kw_only=True):
 
 
 class SlurmAsked(_Reason, frozen=True, kw_only=True):
-    """Slurm is asked why the ranks ended, or whether it answers at all."""
+    """Slurm is asked for the state of the job."""
 
     about: Literal["", "requeue", "save"] = ""  # whether a requeue is right; until when a save may take
 
@@ -508,11 +508,11 @@ class NoTimeToSave(_Reason, frozen=True, kw_only=True):
 
 
 class RequeueForbidden(_Reason, frozen=True, kw_only=True):
-    """Slurm does not requeue this job, and it is not to be submitted again."""
+    """Slurm does not requeue this job, and the settings forbid a new submission."""
 
 
 class NoBatchScript(_Reason, frozen=True, kw_only=True):
-    """Without a batch script nothing can be requeued."""
+    """The job has no batch script, so it cannot be requeued."""
 
 
 class WithoutNodes(_Reason, frozen=True, kw_only=True):
@@ -522,30 +522,30 @@ class WithoutNodes(_Reason, frozen=True, kw_only=True):
 
 
 class SubmittedInstead(_Reason, frozen=True, kw_only=True):
-    """Slurm may not requeue the job, which is submitted again."""
+    """Slurm cannot requeue the job, so it is submitted again."""
 
 
 class Requeued(_Reason, frozen=True, kw_only=True):
-    """Slurm took the requeue."""
+    """Slurm requeued the job, or a new job was submitted."""
 
     job_id: int | None = None  # of the job that was submitted instead
     besides: str = ""  # what did not succeed besides
 
 
 class RequeueNotAllowed(_Reason, frozen=True, kw_only=True):
-    """Slurm does not allow the requeue: may the job be submitted again?"""
+    """Slurm does not allow the requeue, so a new submission is considered."""
 
     error: str
 
 
 class JobRefused(_Reason, frozen=True, kw_only=True):
-    """Slurm takes neither a requeue nor another submission."""
+    """Slurm accepts neither a requeue nor a new submission."""
 
     error: str
 
 
 class RequeueFailed(_Reason, frozen=True, kw_only=True):
-    """Slurm did not take the requeue."""
+    """The requeue failed."""
 
     error: str
     again_s: float | None = None  # None: it is given up
@@ -553,13 +553,13 @@ class RequeueFailed(_Reason, frozen=True, kw_only=True):
 
 
 class RunDirectoryGone(_Reason, frozen=True, kw_only=True):
-    """Somebody removed the run directory: nothing can be saved any more."""
+    """The run directory was removed, so the run can no longer save."""
 
     path: str
 
 
 class ClockSet(_Reason, frozen=True, kw_only=True):
-    """Slurm's clock has moved."""
+    """Slurm's clock was set."""
 
     seconds: float  # forward
 
@@ -572,14 +572,14 @@ class Superseded(_Reason, frozen=True, kw_only=True):
 
 
 class Requested(_Reason, frozen=True, kw_only=True):
-    """Somebody asks for a checkpoint, or to save and end."""
+    """A person asked for a checkpoint, or to save and end."""
 
     by: str
     kind: Literal["save", "stop"]
 
 
 class SaveRefused(_Reason, frozen=True, kw_only=True):
-    """No rank can save at the moment."""
+    """The request to save is refused, because no rank can save now."""
 
     phase: str = ""  # empty: the ranks train, and have no trainer library
 
@@ -607,13 +607,13 @@ class NodeDrained(_Reason, frozen=True, kw_only=True):
 
 
 class NodesReleased(_Reason, frozen=True, kw_only=True):
-    """The nodes that were left are given back; with an error they stay in the job."""
+    """Unused nodes are given back to Slurm; with `error` they stay in the job."""
 
     error: str = ""
 
 
 class NodeNotClear(_Reason, frozen=True, kw_only=True):
-    """A process of the launch before does not die."""
+    """A process of an earlier launch does not die."""
 
     node: str
 
@@ -633,7 +633,7 @@ class NodesLost(_Reason, frozen=True, kw_only=True):
 
 
 class LostRecently(_Reason, frozen=True, kw_only=True):
-    """The node was lost, and Slurm may not have noticed."""
+    """The node was lost a short time ago, and Slurm may not have noticed yet."""
 
 
 class NodeUnfit(_Reason, frozen=True, kw_only=True):
@@ -645,11 +645,11 @@ class NodeUnfit(_Reason, frozen=True, kw_only=True):
 
 
 class UnfitNodesLeft(_Reason, frozen=True, kw_only=True):
-    """The nodes that are not fit were left already."""
+    """The launch already does without the unfit nodes."""
 
 
 class MostNodesUnfit(_Reason, frozen=True, kw_only=True):
-    """Most nodes failed their check, so the cause is not theirs."""
+    """Most nodes failed their check, so the cause is common to them."""
 
 
 class CheckAgain(_Reason, frozen=True, kw_only=True):
@@ -659,7 +659,7 @@ class CheckAgain(_Reason, frozen=True, kw_only=True):
 
 
 class WaitOver(_Reason, frozen=True, kw_only=True):
-    """The launch has waited as long as the ladder says."""
+    """The wait that the recovery ladder prescribes is over."""
 
 
 class SpareOnly(_Reason, frozen=True, kw_only=True):
@@ -667,14 +667,14 @@ class SpareOnly(_Reason, frozen=True, kw_only=True):
 
 
 class RestingNodes(_Reason, frozen=True, kw_only=True):
-    """What becomes of nodes that take no part."""
+    """What happens to nodes that the launch does not use."""
 
     nodes: tuple[str, ...]
     are: Literal["checked", "unanswered", "fit", "used", "given_back"]
 
 
 class IdleNodes(_Reason, frozen=True, kw_only=True):
-    """How many nodes like ours are idle, and how many are missing; with an error Slurm could not be asked."""
+    """How many similar nodes are idle, and how many the job lacks; with `error` Slurm could not be asked."""
 
     idle: int = 0
     missing: int = 0
@@ -682,26 +682,26 @@ class IdleNodes(_Reason, frozen=True, kw_only=True):
 
 
 class GrowInPlace(_Reason, frozen=True, kw_only=True):
-    """More nodes of the allocation can take part."""
+    """A new launch can use more nodes of the allocation."""
 
     nodes: int
 
 
 class GrowByRequeue(_Reason, frozen=True, kw_only=True):
-    """Nodes are missing, and as many are idle: the job is requeued to get them."""
+    """The job is requeued to get the nodes that it lacks, because as many are idle."""
 
     missing: int
 
 
 class WatcherGone(_Reason, frozen=True, kw_only=True):
-    """A watcher fell silent, or ended."""
+    """A watcher stopped sending, or ended."""
 
     node: str
     text: str
 
 
 class WatchersLeft(_Reason, frozen=True, kw_only=True):
-    """The watchers left."""
+    """The watchers exited."""
 
 
 class BusEnded(_Reason, frozen=True, kw_only=True):
@@ -712,21 +712,21 @@ class BusEnded(_Reason, frozen=True, kw_only=True):
 
 
 class BusRestarts(_Reason, frozen=True, kw_only=True):
-    """The watchers were started too often."""
+    """The watchers had to be started again too often."""
 
     restarts: int
 
 
 class NothingToWatch(_Reason, frozen=True, kw_only=True):
-    """No node is left that could be watched."""
+    """No usable node is left on which a watcher could run."""
 
 
 class NoWatcher(_Reason, frozen=True, kw_only=True):
-    """No watcher answers on any node: is Slurm there?"""
+    """No watcher answers on any node, so Slurm is asked whether it is there."""
 
 
 class BusTriedAgain(_Reason, frozen=True, kw_only=True):
-    """The watchers are started again, with or without an answer of Slurm."""
+    """The watchers are started again."""
 
     answered: bool
     slurm_state: str = ""
@@ -738,7 +738,7 @@ class BusTriedAgain(_Reason, frozen=True, kw_only=True):
 
 
 class Silent(_Reason, frozen=True, kw_only=True):
-    """No step came for longer than is usual: the ranks' stacks are collected."""
+    """No rank completed a step for unusually long, so the ranks' stacks are collected."""
 
     step: int | None = None
     starting: bool = False  # the first message of the trainer library is late
@@ -751,14 +751,14 @@ class NoStacks(_Reason, frozen=True, kw_only=True):
 
 
 class StandsStill(_Reason, frozen=True, kw_only=True):
-    """No rank moves."""
+    """The training hangs."""
 
     step: int | None = None
     stacks: str = ""  # empty: none came in time
 
 
 class StillMoves(_Reason, frozen=True, kw_only=True):
-    """The ranks take long, and still move."""
+    """The ranks are slow, but not hanging."""
 
     stacks: str
     early: bool = False  # a short silence: they may be at work
@@ -771,20 +771,20 @@ class SilentStart(_Reason, frozen=True, kw_only=True):
 
 
 class PartFailed(_Reason, frozen=True, kw_only=True):
-    """A part of the supervisor failed that training can do without."""
+    """An optional part of the supervisor failed, and the training continues."""
 
     part: str
     error: str
 
 
 class Suspended(_Reason, frozen=True, kw_only=True):
-    """The supervisor did not run for a while: what was waited for has so much longer."""
+    """The supervisor did not run for a while, so deadlines are put off by that time."""
 
     seconds: float
 
 
 class LossWrong(_Reason, frozen=True, kw_only=True):
-    """The loss went wrong and stayed so."""
+    """The loss became NaN, infinite or far too high, and stayed so."""
 
     rule: str
     step: int  # the first
@@ -793,7 +793,7 @@ class LossWrong(_Reason, frozen=True, kw_only=True):
 
 
 class NodeSlow(_Reason, frozen=True, kw_only=True):
-    """All other nodes wait for this one."""
+    """A node is slow, and all others wait for it."""
 
     node: str
     factor: float
@@ -811,7 +811,7 @@ class LoaderSlow(_Reason, frozen=True, kw_only=True):
 
 
 class KeepsUp(_Reason, frozen=True, kw_only=True):
-    """A node that was slow keeps up again."""
+    """A node that was slow is no longer slow."""
 
     node: str
 
@@ -830,7 +830,7 @@ class SpareAtCommit(_Reason, frozen=True, kw_only=True):
 
 
 class LaunchSlow(_Reason, frozen=True, kw_only=True):
-    """A launch steps slower than those before it."""
+    """A launch is slower than those before it."""
 
     seconds: float
     baseline: float
@@ -843,7 +843,7 @@ class LaunchSlow(_Reason, frozen=True, kw_only=True):
 
 
 class ReplayEqual(_Reason, frozen=True, kw_only=True):
-    """Steps that were done again came to the same losses."""
+    """Repeated steps had the same losses."""
 
     steps: int
     exact: bool = True  # bit for bit; else as near as is usual
@@ -853,7 +853,7 @@ class ReplayEqual(_Reason, frozen=True, kw_only=True):
 
 
 class ReplayDiffers(_Reason, frozen=True, kw_only=True):
-    """A step that was done again came to another loss."""
+    """A repeated step had another loss."""
 
     step: int
     then: float | None = None
@@ -864,7 +864,7 @@ class ReplayDiffers(_Reason, frozen=True, kw_only=True):
 
 
 class ComputedWrongly(_Reason, frozen=True, kw_only=True):
-    """A rank came to other bits where it computed a micro-batch again."""
+    """A rank computed a micro-batch twice with different results."""
 
     rank: int
     node: str
@@ -878,7 +878,7 @@ class ComputedWrongly(_Reason, frozen=True, kw_only=True):
 
 
 class Sentence(_Reason, frozen=True, kw_only=True):
-    """A reason of release 0.1, of which only the words are known."""
+    """A reason of release 0.1, which recorded only the words."""
 
     text: str
 
@@ -1025,12 +1025,12 @@ Why = tuple[Reason, ...]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the rules saw of a launch, as evidence beside logs and exits: a hang, a loss that went wrong."""
+    """What the supervisor itself found out about a launch: a hang, a loss that went wrong."""
 
     cause: Cause
     rule: str
     reasons: Why = ()
     node: str = ""
     rank: int | None = None
-    step: int | None = None  # where it began
-    back_to: int | None = None  # no later step may be resumed from
+    step: int | None = None  # the step at which it began
+    back_to: int | None = None  # the highest step that may be resumed from

@@ -151,14 +151,14 @@ def _of_group(still: Standstill) -> str:
         return f"the ranks disagree at {of}: {', '.join(differ)}"
     (((op, _), ranks),) = kinds
     if not still.suspects:
-        return f"all {len(ranks)} ranks that are known of have entered {op} {of}, and it does not end"
+        return f"all {len(ranks)} known ranks have entered {op} {of}, and it does not end"
     words = [f"{_ranks(ranks)} in {op} {of}"]
     behind: dict[tuple[int | None, str], list[int]] = defaultdict(list)
     for each in still.absent:
         behind[each.last, each.op].append(each.rank)
     for (last, before), late in behind.items():
         has = "has" if len(late) == 1 else "have"
-        newest = "in none of it" if last is None else f"the newest it entered is {before} #{last}"
+        newest = "it has entered none" if last is None else f"the newest it entered is {before} #{last}"
         words.append(f"{_numbers(late)} {has} not entered it ({newest})")
     if still.unheard:
         words.append(f"{_numbers(still.unheard)} {'does' if len(still.unheard) == 1 else 'do'} not answer")

@@ -89,7 +89,7 @@ def _requeue(site: Site) -> Iterator[Finding]:
             level=Level.WARNING,
             subject="JobRequeue",
             found="0",
-            means="Slurm puts no job back into the queue, and refuses it to us, unless the job asks for it",
+            means="Slurm requeues no job, and allows no requeue, unless the job was submitted with --requeue",
             remedy=f"keep `{OURS[0]}` in the batch script",
         )
     else:
@@ -119,7 +119,7 @@ def _requeue(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="MaxBatchRequeue",
             found=f"{batch:g}",
-            means=f"a job whose batch script fails to start {batch:g} times is held; requeues of ours do not count",
+            means=f"a job whose script fails to start {batch:g} times is held; Stepkeeper's requeues do not count",
         )
 
 
@@ -131,7 +131,7 @@ def _expedited(site: Site) -> Iterator[Finding]:
         subject=EXPEDITED,
         found="set",
         means="a job with --requeue=expedite is put back by Slurm itself when its script fails, and held if its nodes "
-        "are sound.  Requeues of ours stay the only ones; a job whose run is over sets Requeue=0",
+        "are sound.  Under Stepkeeper no other requeues happen: a job whose run is over sets Requeue=0",
         remedy=f"`{OURS[0]}` without =expedite is enough.  A job that is held all the same (exit codes "
         f"{int(ExitCode.REQUEUE_FAILED)}, {int(ExitCode.UNDECIDED)}) continues after: scontrol release JOB",
     )
@@ -194,8 +194,8 @@ def _kill_wait(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="KillWait",
             found=f"{wait:g} s",
-            means=f"all the time that a preempted job has in {', '.join(sudden)} (GraceTime 0), for its save too",
-            remedy="run `stepkeeper doctor RUN` with a run that has saved: it compares",
+            means=f"a preempted job in {', '.join(sudden)} has only this time, its save included (GraceTime 0)",
+            remedy="run `stepkeeper doctor RUN` with an earlier run: it compares this with its save times",
         )
     else:
         short = need > wait
@@ -351,7 +351,7 @@ def _nodes(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="SlurmdTimeout",
             found=f"{timeout:g} s",
-            means="so long Slurm may give a lost node to other jobs; a run leaves it out for `exclude_lost_for_s`",
+            means="for this time Slurm may give a lost node to other jobs; a run excludes it for `exclude_lost_for_s`",
         )
     inactive = site.seconds("InactiveLimit")
     if inactive:
@@ -359,7 +359,7 @@ def _nodes(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="InactiveLimit",
             found=f"{inactive:g} s",
-            means="a job whose srun does not answer Slurm for so long is ended",
+            means="Slurm ends a job whose srun does not answer for this time",
         )
     ports = site.text("SrunPortRange")
     if ports and ports not in ("0", "0-0"):
@@ -367,7 +367,7 @@ def _nodes(site: Site) -> Iterator[Finding]:
             level=Level.NOTE,
             subject="SrunPortRange",
             found=ports,
-            means="each job of ours runs two srun beside each other, each with a few ports of this range",
+            means="each job runs two sruns at a time, each with a few ports of this range",
         )
 
 
@@ -457,7 +457,7 @@ def _notice(found: Following, command: Sequence[str], attach: str) -> Finding:
 def _resume(found: Following, command: Sequence[str], *, setting: bool | None, other: str) -> Finding:
     subject, means = "resume argument", "the newest verified checkpoint is passed to the script at each launch"
     if found.has_arguments and cmd.has_place(command):
-        place = "where {resume} stands"
+        place = "in place of {resume}"
     elif setting or (setting is None and found.appended and found.resume):
         place = f"at the end of the command ({found.resume or '--resume-argument'})"
     elif found.resume:

@@ -235,8 +235,8 @@ def facts(seen: Glance, now: float) -> Iterator[tuple[str, str]]:
     if status is not None and status.exit_code is not None and seen.waiting is not None:
         yield "before", ending(status.exit_code)
     if status is not None and seen.silent(now):
-        asks = f"`squeue -j {queue.name(status)}` tells"
-        yield "silence", f"the job is suspended or gone, or its storage hangs, and nobody writes the status; {asks}"
+        check = f"Check it with `squeue -j {queue.name(status)}`."
+        yield "silence", f"Nobody writes the status: the job is suspended or gone, or its storage hangs.  {check}"
     if seen.queued is not None:
         yield "Slurm says", queue.words(seen.queued, now)
     if status is None:
@@ -273,7 +273,7 @@ def _phase(seen: Glance, now: float) -> str:
     if status.exit_code is not None:
         return f"ended: {ending(status.exit_code)}"
     if seen.silent(now):
-        return f"unknown, no word for {duration(now - heard_at(status))}; it was {status.phase}"
+        return f"unknown, no update for {duration(now - heard_at(status))}; it was {status.phase}"
     if seen.phase_since is None:
         return status.phase
     return f"{status.phase}, for {duration(max(0.0, now - seen.phase_since))} (since {instant(seen.phase_since)})"
@@ -404,7 +404,7 @@ def line(seen: Glance, now: float) -> str:
         step = "no trainer library"
     more = ""
     if seen.silent(now):
-        more = f"no word for {duration(now - heard_at(status))}"
+        more = f"no update for {duration(now - heard_at(status))}"
     elif seen.trains(now):
         more = eta(seen, now)
     words = " ".join(part for part in (step, loss(status), more) if part)

@@ -77,7 +77,7 @@ class Ending(StrEnum):
     """
 
     RUNNING = "running"
-    NO_WORD = "no word"
+    NO_UPDATE = "no update"
     STOPPED = "stopped"  # a person or the training asked for it
     RESTARTED = "restarted"  # Stepkeeper ended it to go on otherwise: without a slow node, on more nodes
     FAILURE = "failure"

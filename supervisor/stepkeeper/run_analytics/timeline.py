@@ -186,7 +186,7 @@ def _close(attempts: Sequence[Attempt], run_state: RunState) -> None:
         for position, launch in enumerate(attempt.launches):
             newest = index + 1 == len(attempts) and position + 1 == len(attempt.launches)
             if launch.ending is Ending.RUNNING and not (newest and run_state is RunState.RUNNING):
-                launch.ending = Ending.NO_WORD
+                launch.ending = Ending.NO_UPDATE
                 launch.why = launch.why or "the supervisor was killed or its node lost: no end is recorded"
 
 

@@ -1,7 +1,8 @@
-"""`journal.jsonl`: the only state that outlives an attempt.
+"""`journal.jsonl` of the run directory records what happened to a run, and what the supervisor decided and why.
 
-One JSON object a line: an event, why it changed anything, and the effects that were ordered.  No
-environment, no argument list, no secret.  Version 1; readers skip lines that they cannot parse.
+Each line is one JSON object: an event, the reasons, and the effects, which are what the supervisor then did.
+It holds no environment, no argument list and no secret.  This is version 1 of the schema.  Readers skip
+lines that they cannot parse.
 """
 
 from __future__ import annotations
@@ -45,30 +46,30 @@ NODES_EVERY = 64  # records: a reader from the end finds the nodes without readi
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line.  `phase`, `failures`, ... are those after the event: what a next attempt carries over."""
+    """One line of the journal.  `phase`, `failures` and the other counts are those after the event."""
 
     v: int  # version of the schema
     job_id: int
-    restart_count: int  # Slurm's: with the job id, the epoch of the attempt
-    attempt: int  # of the run, over all its jobs
-    launch: int  # of the attempt
+    restart_count: int  # Slurm's restart count; with the job id it identifies the attempt
+    attempt: int  # number of the attempt, over all jobs of the run
+    launch: int  # number of the launch in the attempt
     phase: Phase
     event: Event  # what happened
-    why: str = ""  # it changed anything, in words; empty where it did not
-    reasons: Why = ()  # the same, with facts: what programs go by; release 0.1 wrote the words alone
-    effects: tuple[Effect, ...] = ()  # what was ordered
+    why: str = ""  # the reasons in words; empty if the event changed nothing
+    reasons: Why = ()  # the reasons with their facts, for programs; release 0.1 wrote `why` only
+    effects: tuple[Effect, ...] = ()  # what the supervisor then did
     failures: int = 0  # launches that failed since the last verified progress
-    node_losses: int = 0  # nodes lost since then
-    best_step: int | None = None  # the furthest verified step
-    nodes: tuple[str, ...] | None = None  # of the allocation that are used; None: as in the attempt's record before
-    excluded: tuple[Exclusion, ...] = ()  # nodes that the job shall not get
-    tried: tuple[Tried, ...] = ()  # how often it failed in the same way
-    skipped_data: tuple[SkippedData, ...] = ()  # data that the ranks do not take, since a loss went wrong on it
-    baseline: Baseline = Baseline()  # how long starts and steps of the run's launches took
-    number: int = 0  # of the attempt's records, from 1; 0: of release 0.1, which did not count
-    sample: bool = False  # one of many of its kind that came to nothing; the others are left out
-    missed: dict[str, Any] = {}  # changes of the state by what was left out since the record before (`recorder`)
-    note: Literal["", "spooled"] = ""  # `spooled`: from the node's disk, when shared storage was late
+    node_losses: int = 0  # nodes lost since the last verified progress
+    best_step: int | None = None  # the highest verified step
+    nodes: tuple[str, ...] | None = None  # usable nodes of the allocation; None: the same as in the record before
+    excluded: tuple[Exclusion, ...] = ()  # nodes on which the job must not run
+    tried: tuple[Tried, ...] = ()  # how often launches failed, and in which ways
+    skipped_data: tuple[SkippedData, ...] = ()  # data that the training leaves out, because a loss went wrong on it
+    baseline: Baseline = Baseline()  # how long starts and steps of the run usually take
+    number: int = 0  # number of the record in the attempt, from 1; 0: written by release 0.1
+    sample: bool = False  # true: one of many similar events that changed nothing; most of them are not recorded
+    missed: dict[str, Any] = {}  # changes of the state by events that were not recorded
+    note: Literal["", "spooled"] = ""  # `spooled`: copied from the node's disk, since shared storage was late
 
 
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -126,9 +127,9 @@ def decode(data: bytes) -> Record | None:
 class JournalWriter:
     """Appends records on a thread of its own: shared storage that hangs must not hang the supervisor.
 
-    What could not be written is tried again, in order, until the storage takes it.  Where it took a part,
-    that part may stand there twice.  The nodes of an attempt, thousands perhaps, stand where they change and in every
-    `NODES_EVERY`th record, else names would be nearly all that it holds.
+    What could not be written is tried again, in order, until the storage takes it.  Where it took a part, the journal
+    may hold that part twice.  A record names the nodes, thousands perhaps, only where they change and in every
+    `NODES_EVERY`th record, else names would be nearly all that the journal holds.
     """
 
     def __init__(self, path: Path) -> None:

@@ -194,7 +194,7 @@ def summarise(stood: list[lines.Stood], missing: list[str]) -> str:
     if len(ordered) > SHOWN_MAX:
         words.append(f"{sum(len(ranks) for _, ranks in ordered[SHOWN_MAX:])} ranks do other things")
     if missing:
-        words.append(f"nothing is known of the ranks on {', '.join(missing[:RANKS_SHOWN_MAX])}")
+        words.append(f"nothing is known about the ranks on {', '.join(missing[:RANKS_SHOWN_MAX])}")
     return "; ".join(words)
 
 

@@ -52,6 +52,7 @@ from stepkeeper_trainer.save.staging import Staging
 
 LIMIT_S = 3600.0
 SAVES = 4  # the first, and three later ones
+NO_SAVE_ID = "f" * 32  # in its place, until a save is known
 SHARDS = 16  # of a replica, with `hsdp`
 SHAPES = ((2048, 16), (1024, 16), (1024,), (3072, 8), (2048, 4), (1024, 4), (4096, 4), (2048,))
 Figures = dict[str, float]
@@ -202,8 +203,8 @@ def plan_of(layout: Layout, rank: int) -> SavePlan:
     return SavePlan(items)
 
 
-def write_report(layout: Layout, rank: int, save: Save, share: Share) -> None:
-    """Leave what another rank leaves in a save in flight: a report, and a file that has the size and no bytes."""
+def report_of(layout: Layout, rank: int, share: Share) -> RankReport:
+    """Return what another rank reports of a save, but for the name of the save."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in layout.kinds(rank)]
     frames = [frame(tensor.dtype, tuple(tensor.shape)) for tensor in own]
     number = {name: n % len(own) for n, name in enumerate(layout.names())}
@@ -215,16 +216,41 @@ def write_report(layout: Layout, rank: int, save: Save, share: Share) -> None:
         length = len(around.head) + around.data_bytes + len(around.tail)
         items.append(Item.of(index, name, at, length))
         at += -(-length // ALIGNMENT) * ALIGNMENT
-    with (save.directory / name).open("wb") as file:
-        file.truncate(at)
-    report = RankReport(
+    return RankReport(
         rank=rank,
-        save_id=save.save_id,
+        save_id=NO_SAVE_ID,
         items=encode_items(tuple(items)),
         files={name: FileEntry(bytes=at, xxh3_128="0" * 32, chunks=("0" * 32,) * -(-at // CHUNK_BYTES))},
         replicas=digest(share.replicas, lambda fqn: hashes[number[fqn]]),
     )
-    (save.directory / report_name(rank)).write_bytes(msgspec.json.encode(report))
+
+
+@dataclass(frozen=True)
+class Others:
+    """What the ranks beside rank 0 leave in a save in flight: reports, and files that have the size and no bytes."""
+
+    directory: Path
+    files: dict[str, int]
+
+    @staticmethod
+    def of(layout: Layout, directory: Path, answers: list[bytes]) -> Others:
+        """Have each rank learn its share."""
+        files = {}
+        for rank in range(1, layout.ranks):
+            part = pickle.loads(answers[rank])  # noqa: S301  # our own bytes
+            report = report_of(layout, rank, share_of(part, plan_of(layout, rank)))
+            (directory / report_name(rank)).write_bytes(msgspec.json.encode(report))
+            files |= {name: entry.bytes for name, entry in report.files.items()}
+        return Others(directory, files)
+
+    def write(self, save: Save) -> None:
+        """Write their part of a save."""
+        for rank, (name, size) in enumerate(self.files.items(), 1):
+            os.close(os.open(save.directory / name, os.O_CREAT | os.O_WRONLY))
+            os.truncate(save.directory / name, size)
+            data = (self.directory / report_name(rank)).read_bytes()
+            (save.directory / report_name(rank)).write_bytes(data.replace(NO_SAVE_ID.encode(), save.save_id.encode()))
+        os.sync()
 
 
 def play(layout: Layout, directory: Path) -> Figures:
@@ -264,8 +290,8 @@ def play(layout: Layout, directory: Path) -> Figures:
     figures["before, MiB"] = _status("VmRSS:")
     with clock.measured(figures, "plans and division"):
         persister.prepare(tensors, LIMIT_S)
-    answers = crowd.shares
-    figures["one rank's answer, KiB"] = len(answers[-1]) / 1024
+    figures["one rank's answer, KiB"] = len(crowd.shares[-1]) / 1024
+    others = Others.of(layout, directory, crowd.shares)
     later: list[Figures] = []
     for step in range(1, 1 + SAVES):
         save_id = f"{step:032x}"
@@ -280,10 +306,7 @@ def play(layout: Layout, directory: Path) -> Figures:
         )
         save.directory.mkdir()
         commits.claim(save.directory)
-        for rank in range(1, layout.ranks):
-            part = pickle.loads(answers[rank])  # noqa: S301  # our own bytes
-            write_report(layout, rank, save, share_of(part, plan_of(layout, rank)))
-        os.sync()
+        others.write(save)
         assert staging.copy_if_it_fits(tensors)
         save.advance(Phase.WRITING)
         one: Figures = {}

@@ -7,12 +7,12 @@ all ranks are one *pattern*, and torch's planner sees one name of each pattern.
 
 from __future__ import annotations
 
-import pickle
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.save.replicas import Hash
 
 
+_names = msgspec.json.Decoder(tuple[str, ...])
 Holding = tuple[tuple[int, ...], tuple[int, ...]]  # of a key: the ranks that hold it, and the numbers of their pieces
 
 
@@ -52,7 +53,7 @@ class Piece:
 class Held:
     """What one rank holds, as it tells rank 0."""
 
-    names: bytes  # pickled, and not keys: ranks with the same names send the same bytes, which are read once
+    names: bytes  # JSON, and not keys: ranks with the same names send the same bytes, which are read once
     pieces: tuple[Piece, ...]  # each once
     numbers: array[int]  # of each name's piece
     contents: dict[int, bytes]  # hashes of values, by the place of the name
@@ -87,7 +88,7 @@ class Held:
             if content is not None:
                 hashes[place] = content.value
         own = tuple(names.get(item.index.fqn, item.index.fqn) for item in plan.items)
-        return Held(pickle.dumps(own), tuple(pieces), numbers, hashes, private)
+        return Held(msgspec.json.encode(own), tuple(pieces), numbers, hashes, private)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class World:
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._held = held
-        names = {each.names: pickle.loads(each.names) for each in held}  # noqa: S301  # of our own ranks
+        names = {each.names: _names.decode(each.names) for each in held}
         places = {key: {name: place for place, name in enumerate(own)} for key, own in names.items()}
         self._places: list[dict[str, int]] = [places[each.names] for each in held]  # of names, on each rank
         self.pieces: list[Piece] = []

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 
 from stepkeeper_trainer.coordinate import groups
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Proposal
 from stepkeeper_trainer.environment import read_environment
 from stepkeeper_trainer.formats.manifest import CHUNK_BYTES, FileEntry
 from stepkeeper_trainer.formats.steps import list_steps, newest_verified
@@ -51,10 +52,9 @@ from stepkeeper_trainer.save.serialise import ALIGNMENT, frame
 from stepkeeper_trainer.save.staging import Staging
 
 LIMIT_S = 3600.0
-SAVES = 4  # the first, and three later ones
 NO_SAVE_ID = "f" * 32  # in its place, until a save is known
 SHARDS = 16  # of a replica, with `hsdp`
-SHAPES = ((2048, 16), (1024, 16), (1024,), (3072, 8), (2048, 4), (1024, 4), (4096, 4), (2048,))
+SHAPES = ((8192, 4), (8192,), (1024,), (3072, 8), (2048, 4), (1024, 4), (4096, 4), (2048,))
 Figures = dict[str, float]
 
 
@@ -65,6 +65,7 @@ class Layout:
     kind: str
     ranks: int
     tensors: int
+    saves: int  # the first one, and later ones
 
     def names(self) -> list[str]:
         """Return the names of the tensors: parameters, and their moments."""
@@ -73,8 +74,9 @@ class Layout:
 
     def kinds(self, rank: int) -> list[torch.Tensor]:
         """Return one tensor of each shape as a rank holds it."""
+        shapes = SHAPES[: self.tensors]
         if self.kind == "replicated":
-            return [torch.zeros(shape) for shape in SHAPES]
+            return [torch.zeros(shape) for shape in shapes]
         world, placements = torch.arange(self.ranks), [Shard(0)]
         if self.kind == "hsdp":
             world, placements = world.view(-1, SHARDS), [Replicate(), Shard(0)]
@@ -82,7 +84,7 @@ class Layout:
         parts = world.shape[-1]
         place = rank % parts
         found = []
-        for shape in SHAPES:
+        for shape in shapes:
             rows = -(-shape[0] // parts)
             own = torch.zeros((max(0, min(rows, shape[0] - place * rows)), *shape[1:]))
             stride = torch.empty(shape).stride()
@@ -293,7 +295,7 @@ def play(layout: Layout, directory: Path) -> Figures:
     figures["one rank's answer, KiB"] = len(crowd.shares[-1]) / 1024
     others = Others.of(layout, directory, crowd.shares)
     later: list[Figures] = []
-    for step in range(1, 1 + SAVES):
+    for step in range(1, 1 + layout.saves):
         save_id = f"{step:032x}"
         save = Save(
             sequence=step,
@@ -349,32 +351,98 @@ def message(layout: Layout, rank: int) -> Held:
     return Held.of(plan_of(layout, rank), layout.state(rank), {}, {})
 
 
+STEPS = 200
+STEP_S = 0.02  # longer than the other ranks need to answer
+
+
+def agree(rank: int, ranks: int, directory: Path) -> Figures:
+    """Be one of several real ranks that agree at each step; return what that costs one rank and step."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    before = _sockets()
+    agreement = Agreement(groups.new_group(LIMIT_S), within_s=LIMIT_S)
+    sockets = _sockets() - before
+    own: list[float] = []
+    used = time.process_time()
+    for _ in range(STEPS):
+        time.sleep(STEP_S)
+        at = time.thread_time()
+        agreement.read(Proposal())
+        agreement.issue(Proposal())
+        own.append(time.thread_time() - at)
+    used = time.process_time() - used
+    agreement.read(Proposal())
+    waits: list[float] = []
+    for _ in range(STEPS):
+        at = time.perf_counter()
+        agreement.settle(Call.STEP, [0])
+        waits.append(time.perf_counter() - at)
+    return {
+        "main thread, CPU us a step": 1e6 * statistics.median(own),
+        "all threads, CPU us a step": 1e6 * used / STEPS,
+        "until all have answered, us": 1e6 * min(waits),
+        "sockets of the group": sockets,
+    }
+
+
+def _sockets() -> int:
+    links = (os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+    return sum(link.startswith("socket:") for link in links)
+
+
+def agree_all(ranks: int) -> Figures:
+    """Fork the ranks, and return what rank 0 has measured."""
+    with tempfile.TemporaryDirectory() as name:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if not child:
+                figures = agree(rank, ranks, Path(name))
+                if rank == 0:
+                    Path(name, "figures").write_text(json.dumps(figures))
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert not any(codes), codes
+        found: Figures = json.loads(Path(name, "figures").read_text())
+    return found
+
+
+def print_table(head: str, counts: list[int], found: list[Figures]) -> None:
+    """Print one row a figure."""
+    print(f"\n| {head} | " + " | ".join(f"{count:,} ranks" for count in counts) + " |")
+    print("|---" * (1 + len(counts)) + "|")
+    for name in found[0]:
+        print(f"| {name} | " + " | ".join(f"{each[name]:.3g}" for each in found) + " |", flush=True)
+
+
 def main() -> int:
     """Measure each layout in a process of its own, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="64,256,1024")
     parser.add_argument("--tensors", type=int, default=2000)
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--agreement", default="2,4,8,16", help="numbers of real ranks that agree at each step")
     parser.add_argument("--layouts", default="fsdp,hsdp,replicated")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
         with tempfile.TemporaryDirectory() as directory:
-            layout = Layout(chosen.one, int(chosen.ranks), chosen.tensors)
+            layout = Layout(chosen.one, int(chosen.ranks), chosen.tensors, chosen.saves)
             print(json.dumps(play(layout, Path(directory))), flush=True)
         os._exit(0)
-    counts = [int(word) for word in chosen.ranks.split(",")]
-    for kind in chosen.layouts.split(","):
+    if chosen.agreement:
+        counts = [int(word) for word in chosen.agreement.split(",")]
+        print_table("agreement", counts, [agree_all(count) for count in counts])
+    counts = [int(word) for word in chosen.ranks.split(",") if word]
+    for kind in chosen.layouts.split(",") if counts else ():
         found: list[Figures] = []
         for count in counts:
             options = ["--one", kind, "--ranks", str(count), "--tensors", str(chosen.tensors)]
+            options += ["--saves", str(chosen.saves)]
             command = [sys.executable, "-m", "tests.bench_save_scale", *options]
             said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S).stdout
             found.append(json.loads(said.splitlines()[-1]))
-        print(f"\n{kind}, {chosen.tensors:,} tensors\n")
-        print("| | " + " | ".join(f"{count:,} ranks" for count in counts) + " |")
-        print("|---" * (1 + len(counts)) + "|")
-        for name in found[0]:
-            print(f"| {name} | " + " | ".join(f"{each[name]:.3g}" for each in found) + " |", flush=True)
+        print_table(f"{kind}, {chosen.tensors:,} tensors", counts, found)
     return 0
 
 

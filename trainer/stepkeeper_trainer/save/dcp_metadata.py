@@ -255,17 +255,16 @@ class _Numbers(dict[int, bytes]):
     """The opcode of each number: a few thousand of them come again and again."""
 
     def __missing__(self, number: int) -> bytes:
-        code = pickle.BININT + number.to_bytes(4, "little")
-        if number >= _FOUR_BYTES:
+        if number < _FOUR_BYTES:
+            code = pickle.BININT + number.to_bytes(4, "little")
+        else:
             code = pickle.LONG1 + b"\x08" + number.to_bytes(8, "little")
         self[number] = code
         return code
 
 
 _FOUR_BYTES = 2**31
-_NEW = (
-    pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
-)  # after a class: an object, and its attributes
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK  # of a class, and its attributes
 _BUILT = pickle.SETITEMS + pickle.BUILD
 
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from stepkeeper_trainer.save import replicas as comparing
+from stepkeeper_trainer.save.division import Held, World
 from stepkeeper_trainer.save.replicas import (
     BUCKETS_MAX,
     IN_PLACE_BYTES,
@@ -18,15 +21,20 @@ from stepkeeper_trainer.save.replicas import (
     Replicas,
     compare,
     digest,
-    find_replicas,
     hash_bytes,
     hash_rows,
 )
 from stepkeeper_trainer.save.staging import Staging
 
 
+def share_out(plans: list[SavePlan]) -> tuple[list[Replicas], tuple[tuple[str, ...], ...]]:
+    held = [Held.of(plan, {item.index.fqn: torch.zeros(8) for item in plan.items}, {}, {}) for plan in plans]
+    parts, _, groups = World(held).share_out()
+    return [part.named_replicas(plan) for part, plan in zip(parts, plans, strict=True)], groups
+
+
 def held(plans: list[list[str]]) -> tuple[list[Replicas], tuple[tuple[str, ...], ...]]:
-    return find_replicas([[MetadataIndex(name, torch.Size([0])) for name in plan] for plan in plans])
+    return share_out([create_default_local_save_plan({name: torch.zeros(1) for name in plan}, True) for plan in plans])  # noqa: FBT003
 
 
 def told(replicas: Replicas, values: dict[str, bytes]) -> tuple[Digest, ...]:
@@ -42,9 +50,13 @@ def test_what_one_rank_holds_alone_is_no_replica() -> None:
 
 def test_shards_of_one_tensor_are_compared_with_their_own_copies_only() -> None:
     """Two copies of two shards, as hybrid sharding has them."""
-    plans = [[MetadataIndex("w", torch.Size([4 * (rank % 2)]))] for rank in range(4)]
 
-    replicas, groups = find_replicas(plans)
+    def shard(number: int) -> WriteItem:
+        offset, size = torch.Size([4 * number]), torch.Size([4])
+        data = TensorWriteData(ChunkStorageMetadata(offset, size), TensorProperties(), torch.Size([8]))
+        return WriteItem(MetadataIndex("w", offset), WriteItemType.SHARD, tensor_data=data)
+
+    replicas, groups = share_out([SavePlan([shard(rank % 2)]) for rank in range(4)])
 
     assert len(groups) == 2
     reports = {rank: told(replicas[rank], {"w": b"01"[rank % 2 :][:1]}) for rank in range(4)}

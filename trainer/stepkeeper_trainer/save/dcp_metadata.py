@@ -19,7 +19,12 @@ import torch
 import xxhash
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from stepkeeper_trainer.errors import SaveError
 from stepkeeper_trainer.formats.plain import collection_paused
@@ -28,9 +33,10 @@ from stepkeeper_trainer.state.keys import TREE_PREFIX
 from stepkeeper_trainer.state.tree import from_blob, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import msgspec
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from stepkeeper_trainer.save.planner import Share
     from stepkeeper_trainer.save.report import RankReport
@@ -210,28 +216,27 @@ class Description:
 def _encode(share: Share, reports: list[RankReport]) -> bytes:
     metadata = share.metadata
     assert metadata is not None, "rank 0 knows the whole"
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
-    written: set[tuple[str, tuple[int, ...] | None]] = set()
     entries, names = metadata.state_dict_metadata, metadata.planner_data
+    files = {name: None for report in reports for name in report.files}
+    pieces = _Pieces(entries, files)
+    storage: dict[MetadataIndex, _StorageInfo] = {}  # of all that is no piece of a tensor, in a file of a rank
+    places: dict[tuple[str, int, int], _StorageInfo] = {}  # equal values share one: `.metadata` holds it once
     for report in reports:
-        for item in decode_items(report):
+        for item in pieces.take(decode_items(report)):
             if item.file == VALUES_NAME and item.name in entries:
                 continue  # a tensor has that name already
             offset = None if item.offsets is None else torch.Size(item.offsets)
             place = (item.file, item.start, item.length)
-            storage[MetadataIndex(item.name, offset, item.index)] = places.get(place) or places.setdefault(
-                place, _StorageInfo(*place)
-            )
-            written.add((item.name, item.offsets))
+            storage[MetadataIndex(item.name, offset, item.index)] = places.setdefault(place, _StorageInfo(*place))
+    whole = {index.fqn for index in storage if index.offset is None}
     for name, entry in entries.items():
-        if isinstance(entry, BytesStorageMetadata) and (name, None) not in written:
+        if isinstance(entry, BytesStorageMetadata) and name not in whole:
             raise SaveError(f"nobody wrote {name}")
-        for chunk in getattr(entry, "chunks", []):
-            if (name, chunk.offsets) not in written and (name, None) not in written:
-                raise SaveError(f"nobody wrote {name} at {tuple(chunk.offsets)}")
+        missing = pieces.missing(name)
+        if missing is not None and name not in whole:
+            raise SaveError(f"nobody wrote {name} at {tuple(missing)}")
     values = [index.fqn for index in storage if index.fqn not in entries]
-    whole = replace(
+    said = replace(
         metadata,
         state_dict_metadata=entries | dict.fromkeys(values, BytesStorageMetadata()),
         planner_data=names | {name: (name,) for name in values} if names is not None else None,
@@ -239,8 +244,100 @@ def _encode(share: Share, reports: list[RankReport]) -> bytes:
         storage_meta=StorageMeta(save_id=_NO_SAVE_ID),
     )
     if _DCP_VERSION is not None:
-        whole.version = _DCP_VERSION
-    data = pickle.dumps(whole)
+        said.version = _DCP_VERSION
+    data = pieces.pickled(said)
     if data.count(_NO_SAVE_ID.encode()) != 1:
         raise SaveError(f"a tensor's name contains {_NO_SAVE_ID}")
     return data
+
+
+class _Numbers(dict[int, bytes]):
+    """The opcode of each number: a few thousand of them come again and again."""
+
+    def __missing__(self, number: int) -> bytes:
+        if number < _FOUR_BYTES:
+            code = pickle.BININT + number.to_bytes(4, "little")
+        else:
+            code = pickle.LONG1 + b"\x08" + number.to_bytes(8, "little")
+        self[number] = code
+        return code
+
+
+_FOUR_BYTES = 2**31
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK  # of a class, and its attributes
+_BUILT = pickle.SETITEMS + pickle.BUILD
+
+
+class _Pieces:
+    """Where pieces of tensors lie, as the opcodes of a pickle: a thousand ranks have millions, too many for objects.
+
+    Names, offsets and files come first in the pickle, for its memo.  The entries come last, and go into `storage_data`,
+    which is there by then.  Whatever reads pickles reads this one.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], files: Iterable[str]) -> None:
+        self._stream = io.BytesIO()
+        self._pickler = pickle.Pickler(self._stream, 4)
+        # by the offsets of each kind of division, the number of the chunk
+        divisions = {id(entry): entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)}
+        numbers: dict[int, dict[tuple[int, ...], int]] = {
+            key: {chunk.offsets: n for n, chunk in enumerate(e.chunks)} for key, e in divisions.items()
+        }
+        self._chunks = {name: numbers[id(entry)] for name, entry in entries.items() if id(entry) in numbers}
+        self._seen = {name: bytearray(len(chunks)) for name, chunks in self._chunks.items()}
+        attributes = ["fqn", "offset", "index", "relative_path", "length"]
+        texts = dict.fromkeys([*attributes, *self._chunks, *files])
+        sizes = dict.fromkeys(offsets for chunks in numbers.values() for offsets in chunks)
+        self._pickler.dump([MetadataIndex, _StorageInfo, *texts, *sizes])
+        self._begin = self._stream.tell()
+        self._memo = self._pickler.memo.copy()  # id of an object to its number, and it
+        self._texts = {text: self._get(text) for text in texts}
+        self._offsets = {tuple(offsets): self._get(offsets) for offsets in sizes}
+        get = self._texts
+        self._key = self._get(MetadataIndex) + _NEW + get["fqn"]
+        self._value = _BUILT + self._get(_StorageInfo) + _NEW + get["relative_path"]
+        self._numbers = _Numbers()
+        self._codes: list[bytes] = []
+
+    def _get(self, known: object) -> bytes:
+        number: int = self._memo[id(known)][0]
+        return pickle.BINGET + bytes([number]) if number < 256 else pickle.LONG_BINGET + number.to_bytes(4, "little")  # noqa: PLR2004
+
+    def take(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Take in the pieces of tensors; yield what is something else."""
+        chunks, seen, texts, offsets, numbers = self._chunks, self._seen, self._texts, self._offsets, self._numbers
+        key, value = self._key, self._value
+        offset, index, length = texts["offset"], texts["index"], texts["length"]
+        codes = [pickle.MARK]
+        for item in items:
+            file = texts.get(item.file)
+            number = chunks.get(item.name, {}).get(item.offsets) if item.offsets is not None else None
+            if item.offsets is None or number is None or file is None:
+                yield item
+                continue
+            seen[item.name][number] = 1
+            codes.append(
+                b"%b%b%b%b%b%b%b%b%b%b%b%b%b"
+                % (
+                    key, texts[item.name], offset, offsets[item.offsets],
+                    index, pickle.NONE if item.index is None else numbers[item.index],
+                    value, file, offset, numbers[item.start], length, numbers[item.length], _BUILT,
+                )
+            )  # fmt: skip
+        codes.append(pickle.SETITEMS)
+        self._codes.append(b"".join(codes))
+
+    def missing(self, name: str) -> tuple[int, ...] | None:
+        """Return the offsets of a piece of a tensor that was not taken in, if there is one."""
+        number = self._seen[name].find(0) if name in self._seen else -1
+        return None if number < 0 else next(o for o, n in self._chunks[name].items() if n == number)
+
+    def pickled(self, metadata: Metadata) -> bytes:
+        """Return a pickle of what torch notes of a checkpoint, with the pieces."""
+        self._pickler.dump(metadata)
+        self._memo = self._pickler.memo.copy()
+        data = self._stream.getvalue()
+        # each of the two pickles ends with STOP; in its place comes what goes on
+        first, second = data[: self._begin - 1], data[self._begin + 2 : -1]  # without PROTO
+        storage = pickle.MARK + self._get(metadata.storage_data)
+        return b"".join([first, pickle.POP, second, storage, *self._codes, pickle.POP_MARK, pickle.STOP])

@@ -1,13 +1,12 @@
 """Who writes what: planned by all ranks together once, and again when the state's layout changes.
 
-DCP's planner does the planning; the collectives run in the save's thread, on a gloo group that nothing
-else uses.  Between re-plannings one small all-reduce says that nothing has changed.
+Torch's planner says what a rank holds, `division` who writes it.  The collectives run in the save's thread, on a gloo
+group that nothing else uses.  Between re-plannings one small all-reduce says that nothing has changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,30 +15,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from stepkeeper_trainer.coordinate.groups import broadcast, gather, scatter
 from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.plain import collection_paused
-from stepkeeper_trainer.save.replicas import Replicas, find_replicas, hash_tensor, minority
-from stepkeeper_trainer.state.keys import TREE_PREFIX, Look, Private, divide, is_sharded, kind_of
+from stepkeeper_trainer.save.division import Held, World
+from stepkeeper_trainer.save.replicas import Replicas, minority
+from stepkeeper_trainer.state.keys import Look, Private, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan
 
+    from stepkeeper_trainer.save.division import Part
     from stepkeeper_trainer.save.replicas import Hash
 
 
 _LEAST_S = 0.1  # of waiting for the other ranks
-Entry = TensorStorageMetadata | BytesStorageMetadata  # what torch notes of a part of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +50,6 @@ class Share:
     def names(self) -> tuple[str, ...]:
         """The tensors that this rank writes."""
         return tuple(index.fqn for index in self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A share on its way: what others hold too is told by its places in the rank's own plan.
-
-    Names of all that is replicated, sent to each of a thousand ranks, would be gigabytes on rank 0.
-    """
-
-    items: tuple[MetadataIndex, ...]
-    replicas: tuple[tuple[int, array[int]], ...]  # the number of the group of ranks, and places
-
-    @staticmethod
-    def of(share: Share, plan: SavePlan) -> _Sent:
-        places = {item.index.fqn: place for place, item in enumerate(plan.items)}
-        replicas = ((group, array("I", map(places.__getitem__, names))) for group, names in share.replicas.groups)
-        return _Sent(share.items, tuple(replicas))
-
-    def received(self, plan: SavePlan) -> Share:
-        names = [item.index.fqn for item in plan.items]
-        groups = ((group, tuple(names[place] for place in places)) for group, places in self.replicas)
-        return Share(self.items, Replicas(tuple(groups)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +157,21 @@ class Planner:
     def _plan_together(self, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]) -> Share:
         with collection_paused():
             own = create_default_local_save_plan(cast("dict[str, Any]", dict(tensors)), self._rank == 0)
-        for item in own.items:
-            if item.tensor_data is None:
-                raise SaveError(f"{item.index.fqn} is no tensor")
+            held = Held.of(own, tensors, contents, self.private)
         if self._group is None:
-            return _divide([own])[0]
-        gathered = gather((own, _looks(own, tensors, contents), self.private), self._group)
+            return share_out(World([held]), own)[0]
+        gathered = gather(held, self._group)
         answers: list[Any] | None = None
         whole: Share | None = None
         divided: Divided | None = None
         if gathered is not None:
             try:
-                plans, looks, private = zip(*gathered, strict=True)
-                if divided := _find_divided(plans, looks, private):
-                    answers = [Divided(each) for each in divided.every_rank]
-                else:
-                    found = _divide(list(plans))
-                    whole = found[0]
-                    answers = [_Sent.of(share, plan) for share, plan in zip(found, plans, strict=True)]
+                with collection_paused():
+                    world = World(gathered)
+                    if divided := _find_divided(world, [each.private for each in gathered]):
+                        answers = [Divided(each) for each in divided.every_rank]
+                    else:
+                        whole, answers = share_out(world, own)
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 answers = [f"planning failed: {error}"] * len(gathered)
         mine = scatter(answers, self._group)
@@ -210,7 +180,7 @@ class Planner:
         if isinstance(mine, Divided):
             self.divided = divided or mine  # rank 0 alone keeps what is known of all
             raise DividedError("ranks hold different values under one name: each value is saved from now on")
-        return whole or cast("_Sent", mine).received(own)
+        return whole or share_of(cast("Part", mine), own)
 
     def take_divided(self) -> Divided | None:
         """Have what was found out be in force, if there is any: all ranks do, between the same two steps."""
@@ -220,18 +190,9 @@ class Planner:
         return divided
 
 
-def _find_divided(plans: Sequence[SavePlan], looks: Sequence[list[Any]], private: Sequence[Private]) -> Divided | None:
+def _find_divided(world: World, private: Sequence[Private]) -> Divided | None:
     """Return which rank saves what by which key, if that is another than what is in force on some rank."""
-    seen: list[dict[str, Look]] = []
-    for plan, own, keys in zip(plans, looks, private, strict=True):
-        names = {key: name for name, key in keys.items()}
-        seen.append(
-            {
-                names.get(item.index.fqn, item.index.fqn): Look(kind, item.index.offset, content)
-                for item, (kind, content) in zip(plan.items, own, strict=True)
-            }
-        )
-    found = divide(seen, private)
+    found, seen = world.private()
     if found == list(private):
         return None
     changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
@@ -245,46 +206,12 @@ def _odd_ones(name: str, seen: Sequence[Mapping[str, Look]], private: Sequence[P
     return minority({rank: private[rank].get(name, name) for rank, own in enumerate(seen) if name in own})
 
 
-def _looks(
-    plan: SavePlan, tensors: Mapping[str, torch.Tensor], contents: Mapping[str, Hash | None]
-) -> list[tuple[Any, bytes | None]]:
-    """Return what this rank holds, item by item: descriptions are always compared, they are small."""
-    kinds: dict[Any, Any] = {}
-    found: list[tuple[Any, bytes | None]] = []
-    for item in plan.items:
-        name = item.index.fqn
-        kind = kind_of(tensors[name])
-        content = hash_tensor(tensors[name]) if TREE_PREFIX in name else contents.get(name)
-        found.append((kinds.setdefault(kind, kind), content.value if content is not None else None))
-    return found
+def share_out(world: World, own: SavePlan) -> tuple[Share, list[Part]]:
+    """Give every chunk to one rank; return the share of rank 0, whose plan is `own`, and those of all on their way."""
+    parts, metadata, groups = world.share_out()
+    return dataclasses.replace(share_of(parts[0], own), metadata=metadata, groups=groups), parts
 
 
-@collection_paused()
-def _divide(plans: list[SavePlan]) -> list[Share]:
-    """Give every chunk to one rank, and say which chunks several ranks hold."""
-    replicas, groups = find_replicas([[item.index for item in plan.items] for plan in plans])
-    names = {item.index.fqn: (item.index.fqn,) for plan in plans for item in plan.items}
-    plans = [dataclasses.replace(plan, planner_data={}) for plan in plans]
-    divided, metadata = DefaultSavePlanner().create_global_plan(plans)
-    entries = _once_each(metadata.state_dict_metadata)
-    metadata = dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=names)  # stock tools use both
-    shares = [Share(tuple(item.index for item in plan.items), replicas[rank]) for rank, plan in enumerate(divided)]
-    shares[0] = dataclasses.replace(shares[0], metadata=metadata, groups=groups)
-    return shares
-
-
-def _once_each(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Have tensors of one type, shape and division share one of torch's records of them.
-
-    A record is seven objects; Python's search for cycles goes through those of all tensors again and again, in training
-    too, and `.metadata` holds what it names.
-    """
-    known: dict[tuple[object, ...], Entry] = {}
-    return {name: known.setdefault(_key(entry), entry) for name, entry in entries.items()}
-
-
-def _key(entry: Entry) -> tuple[object, ...]:
-    if not isinstance(entry, TensorStorageMetadata):
-        return (id(entry),)
-    chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
-    return entry.size, chunks, *vars(entry.properties).values()
+def share_of(part: Part, plan: SavePlan) -> Share:
+    """Return what a rank with this plan is told by a part."""
+    return Share(part.items(plan), part.named_replicas(plan))

@@ -21,8 +21,6 @@ from stepkeeper_trainer.buffers import view_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
 
 BUCKETS_MAX = 1024  # of 8 bytes; tensors beyond that share one, and are named together
 _BYTES = 8
@@ -55,23 +53,6 @@ class Drift:
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]  # in the minority; where there is none, all of them
-
-
-def find_replicas(plans: Sequence[Sequence[MetadataIndex]]) -> tuple[list[Replicas], tuple[tuple[str, ...], ...]]:
-    """Return what each rank holds together with others, and the tensors of each group of ranks."""
-    holders: dict[MetadataIndex, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        for index in plan:
-            holders.setdefault(index, []).append(rank)
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for index, ranks in holders.items():
-        if len(ranks) > 1:
-            groups.setdefault(tuple(ranks), []).append(index.fqn)
-    found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in plans]
-    for number, (holding, names) in enumerate(groups.items()):
-        for rank in holding:
-            found[rank].append((number, tuple(names)))
-    return [Replicas(tuple(groups_)) for groups_ in found], tuple(tuple(names) for names in groups.values())
 
 
 def digest(replicas: Replicas, hash_of: Callable[[str], Hash | None]) -> tuple[Digest, ...]:

@@ -205,7 +205,7 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
 
 def _reason(verdict: stragglers.Verdict) -> Reason:
     if not verdict.slow:
-        return because.KeepsUp(node=verdict.node)
+        return because.NodeIs(node=verdict.node, state="keeping_up")
     how, node = verdict.how, verdict.node
     if how.loading_s is not None:
         return because.LoaderSlow(node=node, rank=how.rank, loading_s=how.loading_s, usual_s=how.usual_loading_s)

@@ -130,7 +130,7 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
     may_have_started = state.launch.all_tasks_started or not state.identity.wrapped
     if may_have_started or state.launch.bus_restarted:  # an older bus may have got the report
-        return look_at_start(state.waiting_for_nothing(), at, policy, (because.NoLibrary(),))
+        return look_at_start(state.waiting_for_nothing(), at, policy, (because.Plain(because.Fact.NO_LIBRARY),))
     why = (because.Late(timer=Timer.TASKS_STARTED, within_s=policy.begin_within_s),)
     state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
     state = replace(state, launch=replace(state.launch, first_failure=why))
@@ -150,7 +150,7 @@ def _on_start_late(state: State, at: float, policy: Policy) -> Decision:
         case Gate.CAUSE:
             return on_judge_late(state, at, policy)
         case Gate.PAUSE:
-            return go_on_starting(state, at, policy, (because.WaitOver(),))
+            return go_on_starting(state, at, policy, (because.Plain(because.Fact.WAIT_OVER),))
         case _:  # the nodes
             return _on_nodes_late(state, at, policy)
 

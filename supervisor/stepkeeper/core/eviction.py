@@ -44,7 +44,7 @@ def on_limit_near(state: State) -> Decision:
     state = state.beside(Timer.LIMIT, None)
     if not state.query.asking:
         state = replace(state, query=replace(state.query, signal=LIMIT))
-    return query_slurm(state, (because.TimeLimitNear(),))
+    return query_slurm(state, (because.Plain(because.Fact.TIME_LIMIT_NEAR),))
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):

@@ -263,7 +263,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         return close(state, event.at, plan, policy)
     anew = state.requeue.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
-        plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
+        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.REQUEUE_FORBIDDEN),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
     why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
@@ -280,7 +280,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
         state = replace(state, requeue=replace(state.requeue, resubmitting=True))
-        why += (because.SubmittedInstead(),)
+        why += (because.Plain(because.Fact.SUBMITTED_INSTEAD),)
     return Decision(state, (do.Requeue(keep=keep, exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
 
@@ -294,13 +294,13 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
     if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
-        why = (because.JobRefused(error=event.error),)
+        why = (because.Failed(what="submit", error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         requeue = replace(state.requeue, requesting=False, resubmitting=True)
         state = replace(state, requeue=requeue).waiting(Timer.SLURM_ANSWER, deadline)
-        return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
+        return query_slurm(state, (because.Failed(what="requeue", error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 

@@ -61,7 +61,7 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     resume = replace(state.resume, choice=Choice.OPEN)
     state = waiting(replace(state, resume=resume), event.at, policy)
     if event.error:
-        why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
+        why = (*state.launch.first_failure, because.Failed(what="roll_back", error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
     state = replace(state, resume=replace(state.resume, went_back=True))
@@ -183,7 +183,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.RELAUNCH:
             return go_on_starting(state, at, policy, why)
         case Rung.LEAVE:
-            why = (because.NodeLeftFor(node=case.node), *why)
+            why = (because.NodeIs(node=case.node, state="suspect"), *why)
             lost = case.cause is Cause.NODE_LOST
             return leave_on_suspicion(state, at, case.node, why, policy, lost=lost)
         case Rung.ROLLBACK:
@@ -194,7 +194,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
         case Rung.STOP:
-            why = (*state.launch.first_failure, because.CauseStays())
+            why = (*state.launch.first_failure, because.Plain(because.Fact.CAUSE_STAYS))
             return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
         case _:
             assert_never(word.rung)
@@ -237,10 +237,10 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
         # what a tier has newer may hold the wrong loss, and its data
         state = replace(state, resume=replace(state.resume, went_back=True))
     if state.resume.step is None:
-        return go_on_starting(state, at, policy, (*why, because.StartOver()))
+        return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.START_OVER)))
     below = wrong_at if wrong_at is not None else state.resume.step
     if state.resume.step < below:
-        return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
+        return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
     state = waiting(replace(state, resume=resume), at, policy)
     effect = do.RollBack(

@@ -248,11 +248,11 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if _slurm_may_have_ended_it(state, event):
         first = state.launch.first_failure or why
         state = replace(state, launch=replace(state.launch, first_failure=first))
-        return Decision(state, (), (*why, because.SignalUnexplained()))
+        return Decision(state, (), (*why, because.Plain(because.Fact.SIGNAL_UNEXPLAINED)))
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     if _ends_as_asked(state, event, policy):
-        return Decision(state, (), (*why, because.EndedAsAsked()))
+        return Decision(state, (), (*why, because.Plain(because.Fact.ENDED_AS_ASKED)))
     return _on_rank_failed(state, event, policy, why)
 
 
@@ -273,7 +273,7 @@ def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING)
         state = state.waiting(Timer.RANKS_LEAVE, event.at + policy.commit_grace_s)
-    return Decision(state, look, (*why, because.CommitInFlight()))
+    return Decision(state, look, (*why, because.Plain(because.Fact.COMMIT_IN_FLIGHT)))
 
 
 def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
@@ -346,7 +346,7 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
             else query_slurm_unprompted(state, (*why, because.SlurmAsked()))
         )
     if event.code == EXIT_GAVE_UP:
-        plan = Plan(next=Next.END, why=(because.CommandGaveUp(),), code=ExitCode.TRAINING_GAVE_UP)
+        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.COMMAND_GAVE_UP),), code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
     how = state.launch.first_failure or (because.StepFailed(code=event.code, error=event.error),)
     if event.stopped:
@@ -354,9 +354,9 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
     elif event.target is not None:
         how = (because.EndedBeforeTarget(step=event.step, target=event.target),)
     elif event.unproven:
-        how = (because.EndUnproven(),)
+        how = (because.Plain(because.Fact.END_UNPROVEN),)
     elif event.code == 0:
-        how = (because.RanksEndedSilently(),)
+        how = (because.Plain(because.Fact.RANKS_ENDED_SILENTLY),)
     elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:
         return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
@@ -399,10 +399,10 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     state = replace(state, storage=replace(state.storage, verifying=None))
     why: Why
     if event.ok:
-        why = (because.CheckpointVerified(directory=event.directory),)
+        why = (because.CheckpointRead(directory=event.directory, result="verified"),)
     else:
-        damaged = because.CheckpointDamaged(directory=event.directory, problem=event.problem)
-        why = (damaged, because.CheckpointBeforeUsed())
+        damaged = because.CheckpointRead(directory=event.directory, result="damaged", problem=event.problem)
+        why = (damaged, because.Plain(because.Fact.CHECKPOINT_BEFORE_USED))
     if state.phase is Phase.CLOSING:
         deadline = event.at + policy.close_within_s  # only the watchers are waited for now
         state = state.waiting(Timer.WATCHERS_LEAVE, min(state.deadline_at or deadline, deadline))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -13,8 +13,6 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
 from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State, Timer
-
-replace = msgspec.structs.replace
 
 
 def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:

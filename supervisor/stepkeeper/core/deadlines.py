@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -33,8 +33,6 @@ from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
 from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
-
-replace = msgspec.structs.replace
 
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:

@@ -64,6 +64,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
     """Return what changes and what to do about one event.  Never raises."""
     if state.phase is Phase.DONE:
         return Decision(state)
+    if isinstance(event, on.OfRanks) and not state.launch.runs(event.launch):
+        return Decision(state)  # late: of ranks that are gone
     match event:
         case on.AttemptStarted():
             return on_attempt_started(state, event, policy)

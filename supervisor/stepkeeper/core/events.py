@@ -369,7 +369,11 @@ class OfLaunch(Stamped, frozen=True, kw_only=True):
     launch: int
 
 
-class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
+class OfRanks(OfLaunch, frozen=True, kw_only=True):
+    """Of a launch whose ranks may run: once they are gone, `decide` takes it for late."""
+
+
+class LaunchBegan(OfRanks, frozen=True, kw_only=True, tag="launch_began"):
     """Every task of the training step has started: all wrappers said so.
 
     Never of the user's own srun line, which has no wrapper, and not needed where a rank spoke before.
@@ -379,7 +383,7 @@ class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
     cold: str = ""  # why one did not, where standbys were looked for
 
 
-class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
+class RankHello(OfRanks, frozen=True, kw_only=True, tag="rank_hello"):
     """The trainer library of a rank is there: this launch can save and stop; or, with `unable`, it cannot."""
 
     rank: int
@@ -390,7 +394,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
     unable: str = ""  # why it saves nothing on request after all
 
 
-class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
+class RankExited(OfRanks, frozen=True, kw_only=True, tag="rank_exited"):
     """A rank's process ended; `code` and `signal` are both None where its exit status is unknown."""
 
     rank: int
@@ -399,7 +403,7 @@ class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
     signal: int | None = None
 
 
-class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
+class Progressed(OfRanks, frozen=True, kw_only=True, tag="progressed"):
     """Rank 0 completed a step.  Coalesced: at most one in `policy.progress_every_s` reaches the journal.
 
     Of a script without the trainer library it is what the log of its framework shows.
@@ -414,7 +418,7 @@ class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
     held_step: int | None = None  # the newest snapshot that the memory of all nodes holds
 
 
-class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
+class Replayed(OfRanks, frozen=True, kw_only=True, tag="replayed"):
     """Steps after a resume were done again, and their losses compared with those recorded the first time."""
 
     step: int  # the last one
@@ -427,7 +431,7 @@ class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
     changed: str = ""  # what has
 
 
-class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
+class Corrupted(OfRanks, frozen=True, kw_only=True, tag="corrupted"):
     """A rank came to other bits where it computed a micro-batch again: its device computes wrongly."""
 
     rank: int
@@ -438,7 +442,7 @@ class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
     gpu: str = ""
 
 
-class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
+class NodesPaced(OfRanks, frozen=True, kw_only=True, tag="nodes_paced"):
     """How long the slowest rank of each node worked itself for a step, without what it waited for others.
 
     Every few seconds; one in a while reaches the journal, and each that something followed from.
@@ -451,7 +455,7 @@ class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
     slowest: tuple[tuple[str, int, float], ...] = ()  # a few: (node, its slowest rank, seconds that it loads data)
 
 
-class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
+class SaveBegan(OfRanks, frozen=True, kw_only=True, tag="save_began"):
     """All ranks have agreed to save."""
 
     step: int
@@ -459,7 +463,7 @@ class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
     emergency: bool = False
 
 
-class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_committed"):
+class CheckpointCommitted(OfRanks, frozen=True, kw_only=True, tag="checkpoint_committed"):
     """A step directory is complete and durable."""
 
     step: int
@@ -473,7 +477,7 @@ class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_c
     framework: str = ""  # it is a checkpoint of this framework, and `directory` its path
 
 
-class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
+class SaveFailed(OfRanks, frozen=True, kw_only=True, tag="save_failed"):
     """A save came to nothing; older step directories are untouched."""
 
     step: int
@@ -482,20 +486,20 @@ class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
     emergency: bool = False
 
 
-class TrainingFinished(OfLaunch, frozen=True, kw_only=True, tag="training_finished"):
+class TrainingFinished(OfRanks, frozen=True, kw_only=True, tag="training_finished"):
     """Rank 0: the work is done."""
 
     step: int
 
 
-class TrainingStopped(OfLaunch, frozen=True, kw_only=True, tag="training_stopped"):
+class TrainingStopped(OfRanks, frozen=True, kw_only=True, tag="training_stopped"):
     """Rank 0: all ranks leave because they were asked to, or because nobody answered them."""
 
     step: int
     save_id: str | None = None
 
 
-class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
+class LaunchEnded(OfRanks, frozen=True, kw_only=True, tag="launch_ended"):
     """The training step's srun is over: no rank of it runs any more."""
 
     code: int
@@ -507,13 +511,13 @@ class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
     unproven: bool = False  # 0 alone is no end here, and neither the last step nor a checkpoint is known
 
 
-class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):
+class LaunchRefused(OfRanks, frozen=True, kw_only=True, tag="launch_refused"):
     """The training step could not be started at all."""
 
     error: str
 
 
-class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected"):
+class StacksCollected(OfRanks, frozen=True, kw_only=True, tag="stacks_collected"):
     """The answer to `CollectStacks`: what the ranks do, and whether any of them did something else a moment later."""
 
     moved: bool

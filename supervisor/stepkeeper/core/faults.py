@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import bus
 from stepkeeper.core import events as on
@@ -36,8 +36,6 @@ SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on ev
     "node failure on",
     ": killed",
 )
-
-replace = msgspec.structs.replace
 
 
 def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Decision:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -39,8 +39,6 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State, Timer
-
-replace = msgspec.structs.replace
 
 
 def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decision:

@@ -7,6 +7,7 @@ Slurm step of ours lingers when the job is requeued.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
@@ -15,8 +16,6 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Next, Phase, Plan, Question, Ranks, State, Timer
-
-replace = msgspec.structs.replace
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -27,8 +28,6 @@ from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
-
-replace = msgspec.structs.replace
 
 
 def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -24,8 +24,6 @@ from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, Sta
 OFF, LAUNCH, CHECKPOINT = GROW_BACK = ("off", "launch", "checkpoint")
 ASKS = 2  # questions to Slurm in the time that enough nodes must be idle
 SPREAD = 0.5  # of the pause between two questions: so that not all jobs of a cluster ask in step
-
-replace = msgspec.structs.replace
 
 
 def missing(state: State) -> int:

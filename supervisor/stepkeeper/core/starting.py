@@ -6,7 +6,7 @@ confirmed that nothing of an earlier launch is left and that it is fit.
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import baseline, losses, stragglers
 from stepkeeper.core import effects as do
@@ -48,8 +48,6 @@ from stepkeeper.core.state import (
     Timer,
     Watchers,
 )
-
-replace = msgspec.structs.replace
 
 
 def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -> Decision:
@@ -309,7 +307,5 @@ def _shape(state: State) -> Why:
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
     """The launch did not even begin: srun could not be started."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     plan = Plan(next=Next.END, why=(because.Failed(what="launch", error=event.error),), code=ExitCode.START_FAILED)
     return stop(replace(state, launch=state.launch.ended()), event.at, plan, policy)

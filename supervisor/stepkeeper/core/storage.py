@@ -7,7 +7,7 @@ accident: the storage is tested thoroughly, and no launch starts on one that fai
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -22,8 +22,6 @@ from stepkeeper.core.state import Next, Phase, Plan, State, Timer
 
 NAMED_MAX = 3
 ANSWER_MARGIN_S = 10.0  # a test ends by its own limit; its answer needs a moment
-
-replace = msgspec.structs.replace
 
 
 def on_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:

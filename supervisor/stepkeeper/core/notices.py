@@ -252,13 +252,11 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     job = event.job
     if job is None:
         return retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
+    why: Why = (_meaning(event, judgement),)
     if judgement.notice is Notice.REQUEUED:
-        why: Why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
         return close(state, event.at, Plan(next=Next.END, why=why), policy)
     if judgement.notice is Notice.CANCELLED:
-        why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
-        plan = Plan(next=Next.END, why=why, code=ExitCode.CANCELLED)
-        return close(state, event.at, plan, policy)
+        return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.CANCELLED), policy)
     anew = state.requeue.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
         plan = Plan(next=Next.END, why=(because.Plain(because.Fact.REQUEUE_FORBIDDEN),), code=ExitCode.REQUEUE_FAILED)

@@ -51,19 +51,12 @@ class Fault:
     name: str
     act: Callable[[Job], None] | None  # None: it runs into its time limit
     scripts: tuple[Script, ...] = jobs.ALL
-    arguments: tuple[str, ...] = ()
 
 
 # what tells most comes first: a bench that is ended has measured that
 FAULTS = (
     Fault("killed in a save", jobs.killed_in_a_save),
     Fault("rank 1 killed before its part is saved", jobs.killed_before_the_last_rank_has_saved, (jobs.DEEPSPEED,)),
-    Fault(
-        "rank 1 killed before its RNG state is saved, `--save_total_limit 1`",
-        jobs.killed_before_its_random_state,
-        (jobs.HUGGINGFACE,),
-        ("--save_total_limit", "1"),
-    ),
     Fault("preempted in training", jobs.preempted_in_training),
     Fault(LIMIT, None),
     Fault("preempted in an evaluation", jobs.preempted_in_evaluation),
@@ -134,7 +127,12 @@ class Bench:
 
     def begin(self, script: Script, fault: Fault, way: str, elsewhere: dict[str, str]) -> Job:
         name = f"{script.framework}-{next(self.serial)}"
-        job = Job(self.lab, name=name, kind=script, alone=way != STEPKEEPER, arguments=fault.arguments)
+        job = Job(
+            self.lab,
+            name=name,
+            kind=script,
+            alone=way != STEPKEEPER,
+        )
         if fault.name == LIMIT:
             job.length, job.step_s, job.evaluates_at = 20, 3.0, 1000
             job.arguments += script.no_evaluation
@@ -161,7 +159,9 @@ class Bench:
         """Wait for the end of the training; where the job fails, somebody submits it again."""
         while True:
             self.lab.until(lambda: self.lab.job(job.job_id).state in ENDED, f"the end of {job.name}", WITHIN_S)
-            if set(job.losses()) == set(range(1, job.length + 1)) and self.lab.job(job.job_id).state == "COMPLETED":
+            # gloo sometimes aborts a process that has finished, in the interpreter's exit: no fault of this bench
+            completed = way != STEPKEEPER or self.lab.job(job.job_id).state == "COMPLETED"
+            if completed and set(job.losses()) == set(range(1, job.length + 1)):
                 return
             if outcome.by_hand == BY_HAND_MAX or way == STEPKEEPER:
                 outcome.failed = last_error(job)

@@ -143,6 +143,23 @@ def test_an_error_that_training_went_on_after_did_not_end_it() -> None:
     assert verdict(survived + "\n" + STACK).cause is Cause.GPU_MEMORY
 
 
+def test_ranks_that_slurm_ends_write_on_for_a_while() -> None:
+    """As many lines as fit into KillWait say nothing against Slurm's word; more of them are another attempt's."""
+    ended = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-10T15:27:25 DUE TO TIME LIMIT ***"
+    went_on = [f"\nstep {step} loss 2.{step}" for step in range(60)]
+
+    assert verdict(ended + "".join(went_on[:12])).cause is Cause.TIME_LIMIT
+    assert verdict(ended + "".join(went_on)).cause is not Cause.TIME_LIMIT
+    assert verdict(ended + "".join(went_on) + "\n" + STACK).cause is Cause.GPU_MEMORY
+
+
+def test_a_service_that_is_asked_again_has_not_refused() -> None:
+    refused = "request failed with status code 503"
+
+    assert verdict(refused).cause is Cause.NETWORK
+    assert verdict(f"{refused}, retrying in 5 seconds").cause is Cause.UNKNOWN
+
+
 def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:
     message = {"message": OOM, "extraInfo": {"py_callstack": STACK, "timestamp": "1790000000"}}
     whole = logs.error_file_evidence(json.dumps({"message": message}).encode(), rank=3)

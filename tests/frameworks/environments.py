@@ -18,6 +18,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 CACHE_VARIABLE = "FRAMEWORKS_CACHE"
 CACHE = "/var/tmp/stepkeeper-frameworks"
 HERE = Path(__file__).parent
@@ -54,6 +56,12 @@ def python(name: str) -> tuple[Path | None, str]:
     if found["error"]:
         return None, f"no environment for {name}: {found['error']}"
     return place(name) / "bin/python", ""
+
+
+def require(name: str) -> Path:
+    """Return the interpreter of an environment; skip the test where there is none."""
+    interpreter, why = python(name)
+    return interpreter or pytest.skip(why)
 
 
 def build(name: str) -> str:

@@ -103,9 +103,7 @@ def play() -> Iterator[Callable[[str], Framework]]:
         def start(name: str) -> Framework:
             if name not in started:
                 case = CASES[name]
-                python, why = environments.python(case.name)
-                if python is None:
-                    pytest.skip(why)
+                python = environments.require(case.name)
                 warm = playing.warm(python, case.script, case.imports, [], further=further)
                 started[name] = stack.enter_context(warm)
             return started[name]
@@ -135,9 +133,11 @@ def logs(losses: Path) -> str:
     [
         ("huggingface", ""),
         ("huggingface", "evaluating"),
+        ("huggingface", "compiling"),
         ("lightning", "ddp"),
         ("lightning", "sharded"),
         ("lightning", "evaluating"),
+        ("lightning", "compiling"),
         ("deepspeed", "0"),
         ("deepspeed", "2"),
         ("deepspeed", "3"),
@@ -154,8 +154,8 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     more = ["--steps", str(STEPS), "--every", str(STEPS // 2), "--variant", variant]
     whole, losses, again = (tmp_path / each for each in ("whole", "losses", "again"))
     assert framework.play(tmp_path / "whole-out", whole, arguments=more) == [0, 0], logs(whole)
-    in_evaluation = Path(f"{losses}.evaluating")
-    when = (lambda _: in_evaluation.exists()) if variant == "evaluating" else at_step(CASES[name].notice_at)
+    seen = Path(f"{losses}.{variant}")
+    when = (lambda _: seen.exists()) if variant in ("evaluating", "compiling") else at_step(CASES[name].notice_at)
     out = tmp_path / "out"
     with Watcher(tmp_path.name, when) as watcher:
         codes = framework.play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
@@ -172,6 +172,8 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     assert all(each.framework and not each.unable for each in hellos)
     if variant == "evaluating":
         assert stopped.step == CASES[name].evaluates_at, "it left before the evaluation, or after it"
+    if variant == "compiling":
+        assert stopped.step == 1, "the first step was not saved as soon as it was complete"
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "stopped"
     found = latest(out, capsys)
     assert found["chosen"]["step"] == stopped.step, found
@@ -198,9 +200,7 @@ IN_THE_NEXT_SAVE = playing.Kill(1, "write", "checkpoint/step-6/__1_0.distcp")
 
 def test_torchtitan_alone_removes_its_only_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It counts torn directories, and removes what it has just saved: the next start begins anew."""
-    python, why = environments.python("torchtitan")
-    if python is None:
-        pytest.skip(why)
+    python = environments.require("torchtitan")
     out, case = tmp_path / "out", CASES["torchtitan"]
     more = with_torn_ones(out)
     with playing.warm(python, case.script, case.imports, []) as framework:

@@ -40,9 +40,7 @@ def lab(lab_factory) -> Lab:
 def test_a_preempted_trainer_saves_at_the_notice_and_goes_on_from_there(
     script: str, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python, why = environments.python("huggingface")
-    if python is None:
-        pytest.skip(why)
+    python = environments.require("huggingface")
     # as root: the Python below the cached environments may lie in a closed home directory
     name = f"huggingface-{script.replace(' ', '-')}"
     training = Training(lab, user="root", name=name, run_args=("--attach", "auto"), env={"OMP_NUM_THREADS": "1"})
@@ -100,9 +98,7 @@ LOOPS = [
 def test_a_loop_of_the_scripts_own_is_preempted_and_killed_in_a_save_and_its_losses_go_on(
     loop: Loop, lab: Lab, tmp_path: Path
 ) -> None:
-    python, why = environments.python(loop.environment)
-    if python is None:
-        pytest.skip(why)
+    python = environments.require(loop.environment)
     training = Training(lab, user="root", name=loop.name, env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     scripts, out, losses, shim = (training.work / f"{loop.name}-{each}" for each in ("scripts", "out", "losses", "so"))
     shutil.copytree(playing.SCRIPTS, scripts)

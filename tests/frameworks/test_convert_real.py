@@ -25,17 +25,10 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
 
 
-def built(name: str) -> Path:
-    python, why = environments.python(name)
-    if python is None:
-        pytest.skip(why)
-    return python
-
-
 def test_deepspeed_resumes_from_the_universal_checkpoint_that_the_export_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python = built("deepspeed")
+    python = environments.require("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     out, losses, again = tmp_path / "out", tmp_path / "losses", tmp_path / "again"
     with playing.warm(python, "deepspeed_script.py", ["deepspeed"], ["--variant", "2"]) as framework:
@@ -65,7 +58,7 @@ def test_deepspeed_resumes_from_the_universal_checkpoint_that_the_export_made(
 
 
 def test_torchtitan_turns_the_names_and_rows_of_llama_as_we_do(tmp_path: Path) -> None:
-    python = built("torchtitan")
+    python = environments.require("torchtitan")
     model = test_convert.llama("torchtitan")
     torch.save(model, tmp_path / "in.pt")
     script = playing.SCRIPTS / "torchtitan_to_hf.py"

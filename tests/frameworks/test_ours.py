@@ -54,9 +54,7 @@ def start() -> Iterator[Callable[[str], Framework]]:
 
         def begin(name: str) -> Framework:
             if name not in started:
-                python, why = environments.python(name)
-                if python is None:
-                    pytest.skip(why)
+                python = environments.require(name)
                 further = {"PYTHONPATH": f"{ours}:{playing.SCRIPTS}", "TEST_STEP_S": "0.05"}
                 warm = playing.warm(python, f"{name}_ours.py", IMPORTS[name], [], further=further)
                 started[name] = stack.enter_context(warm)

@@ -148,16 +148,12 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
         def start(case: Case) -> Played:
             if case.name not in found:
-                python, why = (Path(sys.executable), "")
+                python = Path(sys.executable)
                 if case.environment:
-                    python, why = environments.python(case.environment)
-                if python is None:
-                    pytest.skip(why)
+                    python = environments.require(case.environment)
                 further = {}
                 if case.beside:
-                    other, why = environments.python(case.beside)
-                    if other is None:
-                        pytest.skip(why)
+                    other = environments.require(case.beside)
                     (packages,) = other.parent.parent.glob("lib/python3*/site-packages")
                     further = {"PYTHONPATH": f"{playing.SCRIPTS}:{packages}"}
                 warm = playing.warm(python, case.script, case.imports, case.arguments, further=further)

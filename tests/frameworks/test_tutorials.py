@@ -29,9 +29,7 @@ LIBRARY = str(Path(stepkeeper_trainer.__file__).parent.parent)
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_the_tutorial_as_it_stands(name: str, lab: Lab) -> None:
     """Its two files; an administrator's requeue before the first periodic checkpoint; and what `status` shows."""
-    python, why = environments.python(name)
-    if python is None:
-        pytest.skip(why)
+    python = environments.require(name)
     # as root: the Python below the cached environments may lie in a closed home directory
     training = Training(lab, user="root", name=f"tutorial-{name}")
     home = training.work / f"home-{name}"
@@ -74,9 +72,7 @@ def test_the_tutorial_as_it_stands(name: str, lab: Lab) -> None:
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])
 def test_the_scripts_end_as_it_is_where_our_library_saves(name: str, tmp_path: Path) -> None:
     """The page's further lines, in its script: on one rank, twice, the second time for two steps more."""
-    python, why = environments.python(name)
-    if python is None:
-        pytest.skip(why)
+    python = environments.require(name)
     script, lines = (each.body for each in blocks(DOCS / f"tutorials/{name}.md") if each.kind == "python")
     if name == "huggingface":
         script = script[: script.index("trainer.train(")] + lines

@@ -59,7 +59,7 @@ For an attempt without a final record, the evidence is who had the job run again
 3. A fault of a node is the verdict where it explains what the ranks say.  It does not explain a program's own error.
 4. Slurm's word is the verdict where it alone says why, or where it came before any rank failed.
 5. Of several roots, that of the rank that failed first.  Within one log, the more certain one, then the earlier one.
-6. An error after which training continued did not end it.
+6. An error after which training continued did not end it.  Ranks that Slurm ends write on until it kills them.
 7. A process that was asked to terminate, or was killed after another one had failed, gives way to what failed.
 8. In a chain of exceptions, the one that a rule knows counts.  Else the one named as the cause counts, else the last
    one.  NCCL's `Last error:` decides over the kind of its error.

@@ -81,13 +81,6 @@ ALL = (HUGGINGFACE, LIGHTNING, ACCELERATE, DEEPSPEED)
 each_script = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.framework)
 
 
-def require(kind: Script) -> None:
-    """Skip a test where the environment of its framework was not built."""
-    python, why = environments.python(kind.environment)
-    if python is None:
-        pytest.skip(why)
-
-
 @dataclass
 class Segment:
     """What rank 0 told between two starts of the script."""
@@ -122,8 +115,7 @@ class Job(Training):
 
     def begin(self, **environment: str) -> Job:
         """Submit it as root: the environment lies above that of the tests, which other users may not read."""
-        python, why = environments.python(self.kind.environment)
-        assert python is not None, why
+        python = environments.require(self.kind.environment)
         self.user = "root"
         self.work.mkdir(exist_ok=True)
         script = self.work / self.kind.name
@@ -280,18 +272,6 @@ def killed_in_a_save(job: Job, step: int = 3 * SAVES_EVERY) -> None:
     job.until_step(step - 2)
     pid, path = job.rank_pid(0), job.checkpoint(step)
     quickly(path.exists, f"{path}\n{job.story()}")
-    os.kill(pid, signal.SIGKILL)
-
-
-def killed_before_its_random_state(job: Job, step: int = 3 * SAVES_EVERY) -> None:
-    """Hugging Face: rank 1 stands still behind a step that rank 0 saves, and is killed once rank 0 is through."""
-    job.until_step(step - 2)
-    pid, told = job.rank_pid(1), job.out / "told-1"
-    quickly(lambda: f"\n{step} " in told.read_text(), f"step {step} of rank 1\n{job.story()}")
-    os.kill(pid, signal.SIGSTOP)
-    done = job.checkpoint(step) / "trainer_state.json"
-    quickly(done.exists, f"{done}\n{job.story()}")
-    time.sleep(1.0)  # it removes older ones behind that
     os.kill(pid, signal.SIGKILL)
 
 

@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.frameworks, pytest.mark.campaign]
 @jobs.each_script
 def test_a_script_runs_into_its_time_limit_and_loses_no_step(lab: Lab, kind: Script) -> None:
     """A minute a job, and steps that take longer: no machine is through before."""
-    jobs.require(kind)
     job = Job(
         lab, name=f"{kind.framework}-limit", kind=kind, length=20, step_s=3.0, evaluates_at=1000,
         sbatch_args=("--time=1", "--signal=B:USR2@1"), arguments=kind.no_evaluation,

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.frameworks, pytest.mark.campaign]
 @jobs.each_script
 def test_a_script_goes_on_whatever_befalls_it_and_a_notice_costs_no_step(lab: Lab, kind: Script) -> None:
     """Preempted in its warm-up, in training and in an evaluation; then killed in a save, from outside."""
-    jobs.require(kind)
     expected = jobs.whole(lab, kind)
     with jobs.another_file_system() as elsewhere:
         job = Job(lab, name=f"{kind.framework}-all", kind=kind).begin(**elsewhere)
@@ -72,7 +71,6 @@ def killed_until_torn(job: Job, act: Callable[[Job, int], None] = jobs.killed_in
 def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> None:
     """Preempted in training, then out of time: it has the losses of the script as it was, and does no step twice."""
     kind = jobs.HUGGINGFACE
-    jobs.require(kind)
     expected = jobs.whole(lab, kind, "as-it-was", evaluates_at=1000)
     ours = "from stepkeeper_trainer.engines.huggingface import save_with_stepkeeper\nsave_with_stepkeeper(trainer)\n"
     job = Job(
@@ -102,7 +100,6 @@ def test_a_script_that_saves_by_our_library_goes_on_bit_for_bit(lab: Lab) -> Non
 def test_repaired_pointers_have_a_script_resume_that_knows_no_stepkeeper(lab: Lab) -> None:
     """`latest` names a checkpoint that the last rank has not written: DeepSpeed would end with an error, each time."""
     kind = jobs.DEEPSPEED
-    jobs.require(kind)
     expected = jobs.whole(lab, kind, "pointed")
     job = Job(lab, name="deepspeed-repaired", kind=kind, attach="off", run_args=("--repair-pointers",)).begin()
 
@@ -122,7 +119,6 @@ def test_repaired_pointers_have_a_script_resume_that_knows_no_stepkeeper(lab: La
 def test_a_zero_job_goes_on_with_fewer_ranks_and_with_more(lab_factory: Callable[..., Lab]) -> None:
     """A node is lost and none is free: one is enough, once the checkpoint is converted.  Then both are there again."""
     kind = jobs.DEEPSPEED
-    jobs.require(kind)
     lab = lab_factory(nodes=2, slurmd_timeout_s=5, grace_time_s=20, kill_wait_s=10)
     expected = jobs.whole(lab, kind, "of-two")
     job = Job(lab, name="deepspeed-elastic", kind=kind, run_args=("--min-nodes", "1"), step_s=0.5).begin()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stepkeeper.diagnosis import rules
-from stepkeeper.diagnosis.classify import Evidence, Role
+from stepkeeper.diagnosis.classify import Evidence, Plane, Role
 from stepkeeper.diagnosis.log_lines import Line, Log, Raised, find_raised, parse_line
 
 # The last lines of a log that look like errors, whatever the rules make of them.  Pure.
@@ -103,6 +103,7 @@ TEXT_CHARACTERS_MAX = 400
 EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
+SURVIVED_SLURM_AFTER_LINES = 30  # behind Slurm's word: ranks that it ends write on until it kills them (KillWait)
 _GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
 _LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
 _WARNING = re.compile(r"(?:\[rank\d+\]:)?\[W\d{0,4}[ :]|.{0,200}\b\w*Warning: ")  # of torch's C++ and of Python
@@ -242,8 +243,9 @@ def _survived(found: list[Evidence], lines: tuple[Line, ...], table: rules.Rules
     result = []
     for each in found:
         after = sum(number > (each.line or 0) for number in progress)
+        enough = SURVIVED_SLURM_AFTER_LINES if each.plane is Plane.SLURM else SURVIVED_AFTER_LINES
         survived = each.role is not Role.CONFIRMATION and each.rule not in persists and each.count == 1
-        if survived and after >= SURVIVED_AFTER_LINES:
+        if survived and after >= enough:
             result.append(msgspec.structs.replace(each, role=Role.CONFIRMATION, confidence=0.3 * each.confidence))
         else:
             result.append(each)

@@ -25,7 +25,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def cases(name: str) -> list[Case]:
-    """Return the cases of `known`, `held_out` or `healthy`."""
+    """Return the cases of one set, such as `known`."""
     return msgspec.convert(tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))["case"], list[Case])
 
 

@@ -65,7 +65,7 @@ if options.variant == "deepspeed":
 shared.seed()
 evaluating = options.variant in ("evaluating", "dying")
 trainer = Told(
-    model=Model(),
+    model=shared.compiling(Model(), options) if options.variant == "compiling" else Model(),
     args=TrainingArguments(
         output_dir=options.out,
         max_steps=options.steps,

@@ -33,6 +33,8 @@ class Module(lightning.LightningModule):
     def configure_model(self) -> None:
         if options.variant == "sharded":
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        if options.variant == "compiling":
+            shared.compiling(self.model, options)
 
     def training_step(self, _batch):
         # by the step, not by the batch: Lightning begins the epoch's data anew on a resume with a plain DataLoader

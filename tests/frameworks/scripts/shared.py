@@ -11,6 +11,8 @@ import logging
 import os
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -85,3 +87,15 @@ def note(path: str, **values: object) -> None:
     """Write down what this rank has at the end."""
     with open(f"{path}.end.{rank()}", "w", encoding="utf-8") as file:
         json.dump(values, file)
+
+
+def compiling(model: torch.nn.Module, options: argparse.Namespace) -> torch.nn.Module:
+    """Have the first step compile the model for two seconds; a file shows that it has begun."""
+
+    def compile_slowly(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable:
+        Path(f"{options.losses}.compiling").touch()
+        time.sleep(2)
+        return graph.forward
+
+    model.compile(backend=compile_slowly)
+    return model

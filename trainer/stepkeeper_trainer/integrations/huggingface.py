@@ -43,7 +43,7 @@ class StepkeeperCallback(TrainerCallback):
         self._attachment = attach(NAME, describe)
         self._training = True
         if self._attachment.open and _is_last(state):
-            control.should_training_stop = True  # with `_no_batch_behind_the_last_step`
+            self._do_no_further_step(control)
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -85,7 +85,15 @@ class StepkeeperCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training has come to its end."""
         self._training = False
+        if self._trainer is not None:
+            vars(self._trainer).pop("get_batch_samples", None)
         self._attachment.ended(state.global_step)
+
+    def _do_no_further_step(self, control: Any) -> None:
+        """End a training that resumes at its last step: the Trainer looks for its end behind a further step only."""
+        control.should_training_stop = True
+        if self._trainer is not None:
+            self._trainer.get_batch_samples = lambda *_, **__: ([], None)
 
     def _say_saving(self, control: Any) -> None:
         if control.should_save:
@@ -108,7 +116,6 @@ def _is_evaluated(args: Any, state: Any) -> bool:
 def install(module: ModuleType) -> None:
     """Give each Trainer that a script makes our callback, and the chosen checkpoint where its `train` names none."""
     with_each(module.Trainer, _add)
-    _no_batch_behind_the_last_step(module.Trainer)
     train = module.Trainer.train
 
     @functools.wraps(train)
@@ -121,19 +128,6 @@ def install(module: ModuleType) -> None:
         return train(self, resume_from_checkpoint, trial, *arguments, **named)
 
     module.Trainer.train = train_from_chosen
-
-
-def _no_batch_behind_the_last_step(trainer_class: Any) -> None:
-    """Have a training that resumes at its last step do none: the Trainer looks behind a step, and does one more."""
-    get_batch_samples = trainer_class.get_batch_samples
-
-    @functools.wraps(get_batch_samples)
-    def get_none_behind_the_last_step(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self.control.should_training_stop and _is_last(self.state):
-            return [], None
-        return get_batch_samples(self, *arguments, **named)
-
-    trainer_class.get_batch_samples = get_none_behind_the_last_step
 
 
 def _chosen(trainer: Any, wanted: Any) -> Any:

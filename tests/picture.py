@@ -26,7 +26,7 @@ COLUMNS, LINES = 88, 20
 CHARACTER, LINE, MARGIN = 8, 18, 16  # pixels
 FRAME_S = 1.6
 FRAMES_A_PHASE = 2
-_PHASE = re.compile(r"^[A-Z]+")
+_PHASE = re.compile(r"phase +(\w+)")
 
 
 class Film:
@@ -50,7 +50,7 @@ class Film:
         seen = msgspec.structs.replace(seen, decisions=decisions, status=status)
         lines = screen(self._short(str(self._run.path)), seen, accounts, now=now, width=COLUMNS, height=LINES)
         phase = _PHASE.match(lines[1])
-        word = phase[0] if phase else lines[1]
+        word = phase[1] if phase else lines[1]
         if word != self._phase:
             self._phase, self._of_phase = word, 0
         self._of_phase += 1

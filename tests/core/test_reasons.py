@@ -155,7 +155,7 @@ def failed() -> Journal:
 
 def facts_of(seen: Timeline) -> object:
     """Return what a report says, without its sentences."""
-    launches = [(each.ending, each.reason, each.decided, each.cause, each.phases) for each in seen.launches()]
+    launches = [(each.ending, each.reason, each.decided, each.cause) for each in seen.launches()]
     incidents = [(each.at, each.kind, each.node) for each in seen.incidents]
     return launches, incidents, seen.run_state, seen.accounts
 
@@ -179,7 +179,7 @@ def all_facts(path: Path) -> object:
     ]
     carried = msgspec.structs.replace(journal.reconstruct(run.journal), previous="")
     decided = [(record.reasons, record.phase, record.effects) for record in records]
-    return decided, facts_of(see(records, told.rows)), tally._counts, verdicts, carried
+    return decided, facts_of(see(records, told.rows)), tally._values, verdicts, carried
 
 
 def test_sentences_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ expect. Of saves more frequent than one in 10 s, not all are counted.
 def page() -> str:
     """Return the page."""
     rows = [
-        f"| `{each.name}` | {each.kind.value} | {', '.join(f'`{label}`' for label in each.labels)} | {each.help} |"
+        f"| `{each.name}` | {'counter' if each.is_counter else 'gauge'} | "
+        f"{', '.join(f'`{label}`' for label in each.labels)} | {each.help} |"
         for each in METRICS
     ]
     head = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]

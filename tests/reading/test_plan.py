@@ -120,7 +120,7 @@ def made_run(run: RunDirectory, *, steps: int = 200) -> None:
 
 def test_what_a_run_has_measured_is_read_from_its_journal_and_its_steps(run: RunDirectory) -> None:
     made_run(run)
-    measured = measure(run.journal, run.path / "metrics.csv")
+    measured = measure(run)
     assert measured.nodes == 2
     assert measured.saves == 4
     assert measured.persist_s == pytest.approx(4.0)
@@ -134,7 +134,7 @@ def test_what_a_run_has_measured_is_read_from_its_journal_and_its_steps(run: Run
 def test_ranks_are_told_of_the_failures_of_the_infrastructure(run: RunDirectory, tmp_path: Path) -> None:
     made_run(run)
     told = rank_files.reliability_variables(run.path)["STEPKEEPER_RELIABILITY"]
-    measured = measure(run.journal, run.path / "metrics.csv")
+    measured = measure(run)
 
     failures, node_hours = (float(part) for part in told.split(":"))
     assert failures == pytest.approx(measured.rate.failures, abs=1e-3)
@@ -168,5 +168,5 @@ def test_a_run_without_a_commit_needs_to_be_told(command: Command, run: RunDirec
 def test_damaged_files_of_a_run_do_not_end_it_in_a_traceback(command: Command, run: RunDirectory) -> None:
     run.journal.write_bytes(b'{"v":1}\n\xff\xfe\n{"' + b"x" * 5000 + b"\n")
     (run.path / "metrics.csv").write_bytes(b"step\n1,2\n\xff,,,,nan,0,0\n1,1,1,1,1,inf,0,0\n1,1,1,1,1,1e400,0,0\n")
-    assert measure(run.journal, run.path / "metrics.csv").saves == 0
+    assert measure(run).saves == 0
     assert command("plan", run.path, "--save-s", "30").code == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from stepkeeper.core import events as on
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, Watchers
-from stepkeeper.run_analytics.screen import glance, line, screen
+from stepkeeper.run_analytics.glance import glance, line
+from stepkeeper.run_analytics.screen import screen
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.simulate.scenario import given_training
 from stepkeeper_trainer.formats import lease
@@ -29,17 +31,17 @@ def test_a_person_sees_where_a_run_stands(command: Command, run: RunDirectory) -
     assert said.code == 0
     for words in (
         "training, for",
-        "12 (restart 1); attempt 1, launch 0",
-        "2: n1 n2",
+        "12 (restart 1), attempt 1, launch 0",
+        "2 in use: n1 n2",
         "250, loss 2.125, 250,000 tokens, 0.5 s a step",
-        "step 200 (step_00000200)",
+        "step 200 (step_00000200), 50 steps ago",
         "checkpoints/step_00000100",
         "step 200 is committed",
         f"stepkeeper logs {run.path}",
         "scancel 12",
     ):
         assert words in said.out
-    assert "No word" not in said.out
+    assert "no word" not in said.out
     assert len(said.out.splitlines()) <= 24
     assert max(map(len, said.out.splitlines())) <= 400
 
@@ -56,7 +58,8 @@ def test_json_is_the_status_document_with_computed_fields(command: Command, run:
     assert document["checkpoint_directory"] == str(run.checkpoints / "step_00000200")
     assert document["checkpoint_state"] == "gone"
     build.make_steps(run)
-    assert "step 200 (step_00000200): committed, not yet verified" in command("status", run.path).out
+    said = command("status", run.path).out
+    assert re.search(r"step 200 \(step_00000200\), 50 steps ago, .* ago: committed, not yet verified", said)
     assert document["run_directory"] == str(run.path)
     assert document["silent"] is True
     assert document["done"] is False
@@ -75,17 +78,22 @@ def test_the_checkpoint_of_a_framework_is_looked_for_where_it_is(
     told.tell(on.CheckpointCommitted(at=time.time(), directory=str(there), **saved))
     build.write_status(run, checkpoint_step=250)
     build.write_journal(run, told.records)
-    assert f"step 250 ({name}): gone" in command("status", run.path).out
+
+    def told_of() -> str:
+        (row,) = [row for row in command("status", run.path).out.splitlines() if row.startswith("checkpoint")]
+        return row
+
+    assert re.search(rf"step 250 \({re.escape(name)}\), .* ago: gone", told_of())
 
     if there.suffix:
         there.touch()
     else:
         there.mkdir()
 
-    assert f"step 250 ({name}): committed, not yet verified" in command("status", run.path).out
+    assert told_of().endswith(": committed, not yet verified")
     told.tell(on.CheckpointVerified(at=time.time(), directory=str(there), ok=True))
     build.write_journal(run, told.records[-1:])
-    assert f"step 250 ({name}): verified" in command("status", run.path).out
+    assert told_of().endswith(": verified")
     assert json.loads(command("status", run.path, "--json").out)["checkpoint_directory"] == str(there)
     reported = json.loads(command("report", run.path, "--json").out)
     [states] = [each["states"] for each in reported["checkpoints"] if each["directory"] == name]
@@ -106,6 +114,14 @@ def test_a_start_says_what_it_waits_for(command: Command, run: RunDirectory) -> 
     assert closed_gates(training) == ()
 
 
+def test_a_phase_that_the_journal_does_not_tell_of_yet_has_no_beginning(command: Command, run: RunDirectory) -> None:
+    build.write_status(run, updated_at=time.time(), phase="saving")
+    build.write_journal(run, build.story(run))
+
+    assert json.loads(command("status", run.path, "--json").out)["phase_since"] is None
+    assert "phase          saving\n" in command("status", run.path).out
+
+
 def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None:
     build.write_status(run, suspended_seconds=7260.0)
     assert "2 h 01 min of this attempt" in command("status", run.path).out
@@ -117,10 +133,13 @@ def test_what_was_suspended_is_said(command: Command, run: RunDirectory) -> None
 def test_a_supervisor_that_fell_silent_is_said_honestly(command: Command, run: RunDirectory) -> None:
     build.write_status(run, updated_at=time.time() - 3662)
 
-    assert "No word from the supervisor for 1 h 01 min" in command("status", run.path).out
+    said = command("status", run.path).out
+    assert "unknown, no word for 1 h 01 min" in said
+    assert "the job is suspended or gone, or its storage hangs" in said
+    assert "`squeue -j 12` tells" in said
 
     build.write_status(run, updated_at=time.time() - 3662, step_seconds=600.0)
-    assert "No word" not in command("status", run.path).out
+    assert "no word" not in command("status", run.path).out
 
 
 def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: RunDirectory) -> None:
@@ -132,7 +151,7 @@ def test_an_ended_run_shows_why_and_no_way_to_stop_it(command: Command, run: Run
     assert "the training finished at step 300" in said.out
     assert "scancel" not in said.out
     assert "to continue" not in said.out
-    assert "No word" not in said.out
+    assert "no word" not in said.out
 
 
 def test_an_ended_run_says_how_it_goes_on(command: Command, run: RunDirectory) -> None:
@@ -249,7 +268,9 @@ def test_each_job_of_a_chain_finds_its_run(command: Command, tmp_path: Path) -> 
 
     for job in jobs:
         assert json.loads(command("status", job, "--json").out)["run_directory"] == str(chain.path), job
-    assert "29 (restart 1); attempt 1, launch 0; job 25 worked on this run before" in command("status", 25).out
+    said = command("status", 25).out
+    assert "29 (restart 1), attempt 1, launch 0" in said
+    assert "job 25 worked on this run before" in said
     assert "before" not in command("status", 29).out
     for job in (20, 23, 30):
         assert command("status", job).code == 40, job

@@ -119,8 +119,7 @@ def test_the_page_says_what_a_person_wants_to_know(viewer: Viewer) -> None:
         "my-run",
         "job 12 (restart 1), attempt 1, launch 0",
         "Now",
-        "250, 250,000 tokens",
-        "2.125",
+        "250, loss 2.125, 250,000 tokens",
         "step 200 is committed",
         "Last decisions",
         "newest verified step directory",
@@ -351,11 +350,11 @@ def test_the_newest_checkpoint_and_the_newest_verified_one(run: RunDirectory) ->
     runs.write_status(run)
     with served(run) as viewer:
         now = Page(viewer.news()["parts"]["now"]).text
-        assert re.search(r"checkpoint step 200, .* committed, not yet verified verified step 100 nodes", now)
+        assert re.search(r"checkpoint step 200 .*: committed, not yet verified verified step 100 resumed from", now)
         runs.write_status(run, checkpoint_step=250)
         later = Page(viewer.news()["parts"]["now"]).text
 
-    assert re.search(r"checkpoint step 250, .* committed, not yet verified", later), "nobody has looked at it yet"
+    assert re.search(r"checkpoint step 250.*: committed, not yet verified", later), "nobody has looked at it yet"
 
 
 def test_a_finished_run_is_shown_as_it_ended(run: RunDirectory) -> None:

@@ -13,11 +13,11 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Launch, Ranks, Resume, State
-from stepkeeper.run_analytics import follow, progress
-from stepkeeper.run_analytics.model import Use
-from stepkeeper.run_analytics.progress import Row
+from stepkeeper.run_analytics import follow
+from stepkeeper.run_analytics.glance import Glance, glance, line, pace
+from stepkeeper.run_analytics.model import Rows, Use
 from stepkeeper.run_analytics.queue import Queued
-from stepkeeper.run_analytics.screen import Glance, asks_slurm, glance, is_over, line, screen
+from stepkeeper.run_analytics.screen import screen
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import Status
@@ -42,8 +42,11 @@ def drawn(run: RunDirectory, *, now: float = NOW, queued: Queued | None = None) 
     return "\n".join(screen("my-run", seen, None, now=now, width=100, height=24, plain=True))
 
 
-def steps(*at: float, first: int = 1, launch: tuple[int, int] = (1, 0)) -> list[Row]:
-    return [Row(first + index, 1.0, build.START + each, launch) for index, each in enumerate(at)]
+def steps(*at: float) -> Rows:
+    rows = Rows()
+    for index, each in enumerate(at):
+        rows.add(build.START + each, 1 + index, 1.0)
+    return rows
 
 
 # --- pace and ETA ---------------------------------------------------------------------------------
@@ -52,17 +55,21 @@ def steps(*at: float, first: int = 1, launch: tuple[int, int] = (1, 0)) -> list[
 @pytest.mark.parametrize(
     ("rows", "seconds"),
     [
-        ([], None),
+        (steps(), None),
         (steps(5), None),
         (steps(0, 2, 4, 6), 2.0),
         (steps(0, 2, 4, 64, 66, 68), 2.0),  # a pause of a minute
         (steps(0, 1, 3, 4, 6, 7), 1.4),  # long and short steps alternate: no pause
-        ([*steps(0, 9, 18), *steps(100, 101, 102, first=3, launch=(1, 1))], 1.0),  # of the newest launch
         (steps(5, 4), None),  # a clock that was set back
     ],
 )
-def test_the_pace_is_that_of_recent_steps_without_pauses(rows: list[Row], seconds: float | None) -> None:
-    assert progress.pace(rows) == (None if seconds is None else pytest.approx(seconds))
+def test_the_pace_is_that_of_recent_steps_without_pauses(rows: Rows, seconds: float | None) -> None:
+    assert pace(rows) == (None if seconds is None else pytest.approx(seconds))
+
+
+def test_the_pace_is_that_of_the_newest_launch() -> None:
+    seen = Glance(status=None, rows={(1, 0): steps(0, 9, 18), (1, 1): steps(100, 101, 102)})
+    assert seen.pace == pytest.approx(1.0)
 
 
 def test_a_bar_and_the_time_of_its_end_stand_there_where_the_number_of_steps_is_known(
@@ -74,7 +81,7 @@ def test_a_bar_and_the_time_of_its_end_stand_there_where_the_number_of_steps_is_
     (run.path / "metrics.csv").write_text("step,loss,tokens,lr,grad_norm,time,attempt,launch\n" + rows)
 
     said = drawn(run, now=now)
-    assert "step    250 of 1,000, loss 2.125, 2 s a step" in said
+    assert "250 of 1,000, loss 2.125, 250,000 tokens, 2 s a step" in said
     assert "##########....." in said
     assert "25.0 %, ETA 25 min (" in said
     said = command("status", run.path).out
@@ -175,11 +182,11 @@ def test_a_supervisor_that_is_gone_trains_no_longer(command: Command, run: RunDi
     build.write_status(run, updated_at=NOW - 60, alive_at=NOW - 40)
     seen = glance(run)
 
-    assert asks_slurm(seen, NOW) == "12"
+    assert seen.asks_slurm(NOW) == "12"
     said = drawn(run, queued=Queued(job="12", state="FAILED"))
-    assert "NO WORD for 40 s, was TRAINING" in said
+    assert "unknown, no word for 40 s; it was training" in said
     assert "job 12 is FAILED: it does not continue without you" in said
-    assert "TRAINING for" not in said
+    assert "training, for" not in said
     assert "no word for 40 s" in line(seen, NOW)
     now = time.time()
     build.write_status(run, updated_at=now - 60, alive_at=now - 40)
@@ -190,8 +197,8 @@ def test_a_supervisor_that_is_gone_trains_no_longer(command: Command, run: RunDi
 def test_a_supervisor_that_waits_for_a_long_step_is_alive(run: RunDirectory) -> None:
     build.write_status(run, updated_at=NOW - 3600, alive_at=NOW - 4)
 
-    assert asks_slurm(glance(run), NOW) is None
-    assert "NO WORD" not in drawn(run)
+    assert glance(run).asks_slurm(NOW) is None
+    assert "no word" not in drawn(run)
 
 
 def test_a_requeued_run_waits_and_has_not_ended(run: RunDirectory) -> None:
@@ -200,12 +207,13 @@ def test_a_requeued_run_waits_and_has_not_ended(run: RunDirectory) -> None:
     seen = msgspec.structs.replace(glance(run), queued=pending)
 
     said = drawn(run, queued=pending)
-    assert "PENDING for 12 s  job 12 is requeued after attempt 1" in said
+    assert "pending, for 12 s (requeued " in said
+    assert "job 12 is requeued after attempt 1" in said.replace("\n" + 15 * " ", " ")
     assert "job 12 is PENDING (BeginTime): expected to start in 100 s" in said
-    assert "ENDED" not in said
-    assert not is_over(seen)
-    assert is_over(msgspec.structs.replace(seen, queued=Queued(job="12", state="CANCELLED")))
-    assert not is_over(msgspec.structs.replace(seen, queued=Queued(job="12", error="no answer")))
+    assert "ended" not in said
+    assert not seen.is_over
+    assert msgspec.structs.replace(seen, queued=Queued(job="12", state="CANCELLED")).is_over
+    assert not msgspec.structs.replace(seen, queued=Queued(job="12", error="no answer")).is_over
     assert "pending  job 12 is PENDING (BeginTime)" in line(seen, NOW)
 
 
@@ -228,9 +236,9 @@ def test_a_status_of_an_older_version_is_read(run: RunDirectory) -> None:
     document = {name: value for name, value in json.loads(run.status.read_bytes()).items() if name not in new}
     run.status.write_text(json.dumps(document))
 
-    assert "TRAINING for" in drawn(run)
+    assert "training, for" in drawn(run)
     assert glance(run).status is not None
-    assert not is_over(glance(run)), Glance
+    assert not glance(run).is_over
 
 
 def test_the_time_in_the_queue_counts_while_it_passes(run: RunDirectory) -> None:

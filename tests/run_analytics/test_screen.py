@@ -7,7 +7,8 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.run_analytics import reading
-from stepkeeper.run_analytics.screen import Glance, glance, is_over, line, screen
+from stepkeeper.run_analytics.glance import Glance, glance, line
+from stepkeeper.run_analytics.screen import screen
 from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build
 
@@ -36,13 +37,14 @@ def test_what_an_on_call_person_needs_fits_on_a_small_terminal(run: RunDirectory
 
     for words in (
         "my-run",
-        "TRAINING for",
-        "job 12 (restart 1), attempt 1, launch 0",
-        "step    250, loss 2.125, 1 s a step, 250,000 tokens, heard 30 s ago",
-        "saved   step 200, 50 steps ago, 50 s ago",
-        "4.41 to 4.88",
-        "nodes   2 in use; left: n9 (XID 79)",
-        "why     step 200 is committed",
+        "phase          training, for",
+        "job            12 (restart 1), attempt 1, launch 0",
+        "step           250, loss 2.125, 250,000 tokens, 1 s a step",
+        "checkpoint     step 200 (step_00000200), 50 steps ago, 50 s ago",
+        "4.41 to 4.81",
+        "nodes          2 in use: n1 n2; left: n9 (XID 79)",
+        "last decision  step 200 is committed",
+        "updated        30 s ago",
         "ETTR",
         "newest verified step directory",
         "n9 is left",
@@ -66,9 +68,9 @@ def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
 def test_silence_is_said(run: RunDirectory) -> None:
     said = "\n".join(drawn(run, now=NOW + 3600))
 
-    assert "NO WORD for 1 h 00 min, was TRAINING  job 12" in said
-    assert "is the job there, or suspended? squeue -j 12" in said
-    assert "TRAINING for" not in said
+    assert "unknown, no word for 1 h 00 min; it was training" in said
+    assert "the job is suspended or gone, or its storage hangs" in said
+    assert "training, for" not in said
 
 
 def test_what_a_training_writes_cannot_act_on_the_terminal(run: RunDirectory) -> None:
@@ -80,12 +82,12 @@ def test_what_a_training_writes_cannot_act_on_the_terminal(run: RunDirectory) ->
 
 def test_an_end_is_told_from_a_requeue(run: RunDirectory) -> None:
     build.write_status(run, phase="done", exit_code=10)
-    assert not is_over(glance(run))
+    assert not glance(run).is_over
 
     build.write_status(run, phase="done", exit_code=20)
-    assert is_over(glance(run))
+    assert glance(run).is_over
     said = "\n".join(drawn(run))
-    assert "ENDED (20): the training failed again and again" in said
+    assert "ended: the training failed again and again" in said
     assert "scancel" not in said
 
 
@@ -121,8 +123,8 @@ def test_a_loss_that_is_no_number_is_said_beside_the_curve_of_those_before(run: 
 
     (row,) = [each for each in drawn(run) if each.startswith("loss")]
 
-    assert row.startswith("loss    NaN or infinite now  ")
-    assert row.endswith("4.41 to 4.69")
+    assert row.startswith("loss           NaN or infinite now  ")
+    assert row.endswith("4.41 to 4.62")
 
 
 def test_on_a_narrow_terminal_the_run_the_reason_and_how_many_nodes_were_left_can_be_told(run: RunDirectory) -> None:
@@ -140,6 +142,7 @@ def test_on_a_narrow_terminal_the_run_the_reason_and_how_many_nodes_were_left_ca
 
     assert said[0].startswith("~")
     assert "runs/the-run-of-today " in said[0]
-    assert any("left 13: " in each for each in said)
-    reason = said.index(next(each for each in said if each.startswith("why")))
-    assert said[reason + 1].startswith("        missing on /scratch")
+    assert any("left 13:" in each for each in said)
+    reason = said.index(next(each for each in said if each.startswith("last decision")))
+    assert "the storage is full" in said[reason]
+    assert said[reason + 1].startswith(15 * " ")

@@ -1,7 +1,8 @@
 """The command line: one module a command, or a few of one idea, each thin: arguments in, a call, words out.
 
-A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which
-returns the exit code.  A module is loaded when its command is called: the supervisor's memory does not hold the others.
+A command module has `add(subcommands)`, which declares its arguments, and `execute(arguments)`, which returns the exit
+code; None is 0.  What `execute` raises becomes one line (`printing.safely`), unless the command `is_service`: that one
+has a log.  A module is loaded when its command is called: the supervisor's memory does not hold the others.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -68,6 +71,42 @@ def size(text: str) -> int:
     if found <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 5GB, 500M or 2GiB")
     return found
+
+
+@contextlib.contextmanager
+def opened(name: str, what: str) -> Iterator[BinaryIO]:
+    """Open a file that is to be read; `-` is stdin.
+
+    Raises:
+        StepkeeperError: it cannot be opened or read; `what` says what can be named.
+    """
+    try:
+        with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
+            yield file
+    except BrokenPipeError:
+        raise  # of our own output
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise StepkeeperError(f"{name}: {why}: name {what}, or -", ExitCode.NOTHING_FOUND) from error
+
+
+def add_launch(command: argparse.ArgumentParser, default: str) -> None:
+    """Declare which launch is meant."""
+    command.add_argument("--attempt", type=int, metavar="N", help=f"of this attempt (default: {default})")
+    command.add_argument("--launch", type=int, metavar="N", help=f"of this launch (default: {default})")
+
+
+def is_named(arguments: argparse.Namespace, attempt: int, launch: int) -> bool:
+    """Tell whether a launch is one of those that are meant."""
+    return arguments.attempt in (None, attempt) and arguments.launch in (None, launch)
+
+
+def not_there(arguments: argparse.Namespace, known: Sequence[tuple[int, int]]) -> str:
+    """Say which launches were meant, and which there are."""
+    asked = f"{'*' if arguments.attempt is None else arguments.attempt}"
+    asked += f".{'*' if arguments.launch is None else arguments.launch}"
+    there = ", ".join(f"{attempt}.{launch}" for attempt, launch in known[-10:])
+    return f"attempt.launch {asked}; there are those of {there}"
 
 
 def add_cmd(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stepkeeper.cli import (
     checkpoints_export,
     checkpoints_foreign,
@@ -113,25 +111,23 @@ def _reading(arguments: argparse.Namespace) -> Reading:
     return Reading(threads=arguments.threads, bytes_per_s=arguments.max_rate, from_disk=arguments.from_disk)
 
 
-@printing.reading
-def list_steps(arguments: argparse.Namespace) -> int:
+def list_steps(arguments: argparse.Namespace) -> None:
     """Print a table of step directories."""
     if (finding := checkpoints_foreign.found(arguments)) is not None:
-        return checkpoints_foreign.list_steps(arguments, finding)
+        checkpoints_foreign.list_steps(arguments, finding)
+        return
     checkpoints = find.checkpoints(arguments.where, os.environ)
     found, lineage = steps.list_steps(checkpoints), lineages.read(checkpoints)
     rows = _rows(checkpoints, found, lineage)
     left_out = lineage.left_out if lineage is not None else ()
     if arguments.json:
-        skipped = [msgspec.to_builtins(each) for each in left_out]
-        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": skipped}, indent=2)
+        printing.say_json({"checkpoints": str(checkpoints), "steps": rows, "left_out": left_out})
     elif rows:
         _show(rows)
         for each in left_out:
             printing.say(f"left out: {left_out_in_words(each.step, each.steps)}")
     else:
         printing.say(f"{checkpoints}: no step directories yet")
-    return ExitCode.FINISHED
 
 
 def _rows(
@@ -211,7 +207,6 @@ def _shorten(problem: str, directory: str) -> str:
     return rest if found else problem
 
 
-@printing.reading
 def verify_step(arguments: argparse.Namespace) -> int:
     """Compare a step directory with its manifest."""
     if (finding := checkpoints_foreign.found(arguments)) is not None:
@@ -240,25 +235,23 @@ def verify_step(arguments: argparse.Namespace) -> int:
             "problems": problems,
             "left_out": _never_seen(opened),
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     elif problems:
         printing.say(f"{directory}: {steps.DAMAGED}")
         for problem in problems:
             printing.say(problem)
     elif arguments.shallow:
         printing.say(f"{directory}: {steps.COMMITTED}: names, sizes and coverage are right (--shallow reads no data)")
-    elif verdict.bytes_known:
-        known = printing.size(verdict.bytes_known)
-        printing.say(
-            f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read, "
-            f"{known} unchanged since they were read before: leave out --cached to read them)"
-        )
     else:
-        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({printing.size(verdict.bytes_read)} read)")
+        known = ""
+        if verdict.bytes_known:
+            unchanged = printing.size(verdict.bytes_known)
+            known = f", {unchanged} unchanged since they were read before: leave out --cached to read them"
+        read = f"{printing.size(verdict.bytes_read)} read{known}"
+        printing.say(f"{directory}: {steps.VERIFIED}: every byte is right ({read})")
     return ExitCode.NOT_VERIFIED if problems else ExitCode.FINISHED
 
 
-@printing.reading
 def print_latest(arguments: argparse.Namespace) -> int:
     """Print the newest verified step directory of the current lineage."""
     if (finding := checkpoints_foreign.found(arguments)) is not None:
@@ -275,7 +268,7 @@ def print_latest(arguments: argparse.Namespace) -> int:
             "suspicion": space.suspicion(choice),
             "skipped": [{"directory": str(step.path), "problems": list(problems)} for step, problems in choice.skipped],
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     elif choice.chosen is not None:
         printing.say_path(str(choice.chosen.path))
     for step, problems in choice.skipped:
@@ -291,8 +284,7 @@ def print_latest(arguments: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-@printing.reading
-def pin_step(arguments: argparse.Namespace) -> int:
+def pin_step(arguments: argparse.Namespace) -> None:
     """Record in the lineage that a step directory is kept whatever the policy says, or no longer."""
     directory = find.step_directory(arguments.where)
     step = steps.open_step(directory)
@@ -301,10 +293,8 @@ def pin_step(arguments: argparse.Namespace) -> int:
     mark = lineages.Mark(at=time.time(), save_id=step.manifest.save_id, mark=lineages.PINNED, value=arguments.pinned)
     lineages.append(directory.parent, mark)
     printing.say(f"{directory}: {'pinned' if arguments.pinned else 'no longer pinned'}")
-    return ExitCode.FINISHED
 
 
-@printing.reading
 def try_storage(arguments: argparse.Namespace) -> int:
     """Make a dummy save in a directory, and say what came of it."""
     directory = Path(arguments.where)
@@ -314,7 +304,7 @@ def try_storage(arguments: argparse.Namespace) -> int:
     found = space.storage_test(directory, size=int(arguments.bytes), limit_s=arguments.within)
     if arguments.json:
         document = {"directory": str(directory), "ok": found.problem is None, **dataclasses.asdict(found)}
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     elif found.problem is not None:
         printing.say(found.problem)
     else:
@@ -356,8 +346,7 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     prune.set_defaults(execute=prune_steps)
 
 
-@printing.reading
-def prune_steps(arguments: argparse.Namespace) -> int:
+def prune_steps(arguments: argparse.Namespace) -> None:
     """Apply a retention policy to the step directories of a run."""
     checkpoints = find.checkpoints(arguments.where, os.environ)
     policy, origin = _policy(arguments, checkpoints)
@@ -377,8 +366,8 @@ def prune_steps(arguments: argparse.Namespace) -> int:
             "blocked": plan.blocked,
             "directories_freed": freed,
         }
-        printing.say_json(document, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(document)
+        return
     fate = "would be removed" if arguments.dry_run else "removed"
     printing.say(f"{rules_in_words(policy)} ({origin})")
     rows = [(name, "kept", "; ".join(why)) for name, why in plan.kept.items()]
@@ -390,7 +379,6 @@ def prune_steps(arguments: argparse.Namespace) -> int:
         printing.say(f"{checkpoints}: no step directories yet")
     if plan.blocked:
         printing.warn(f"nothing was removed: {plan.blocked}")
-    return ExitCode.FINISHED
 
 
 def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention.Policy, str]:

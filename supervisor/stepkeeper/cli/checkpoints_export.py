@@ -42,7 +42,7 @@ _LEFT_OUT = {
 }
 
 
-def convert(arguments: argparse.Namespace, names: Names | None) -> int:
+def convert(arguments: argparse.Namespace, names: Names | None) -> None:
     """Convert a checkpoint.
 
     Raises:
@@ -71,11 +71,10 @@ def convert(arguments: argparse.Namespace, names: Names | None) -> int:
     left_out = _LEFT_OUT[arguments.to]
     if arguments.json:
         document = {"source": str(source), "target": str(target), "to": arguments.to, "left_out": left_out}
-        printing.say_json({**document, "seconds": round(seconds, 3)}, indent=2)
+        printing.say_json({**document, "seconds": round(seconds, 3)})
     else:
         printing.say(f"{arguments.target}: converted in {printing.duration(seconds)}")
         printing.say(f"left out: {left_out}")
-    return ExitCode.FINISHED
 
 
 def dcp_below(directory: Path) -> Path | None:
@@ -227,21 +226,24 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Export a model."""
     if arguments.to != SAFETENSORS:
-        return convert(arguments, names_of(arguments))
+        convert(arguments, names_of(arguments))
+        return
     directory = find.step_directory(arguments.where)
     plain = not os.path.lexists(directory / MANIFEST_NAME) and dcp_below(directory) is not None
     if plain:
         directory = verified_dcp(directory)
     began = time.monotonic()
     names = names_of(arguments)
+    prefix = arguments.prefix
+    if prefix is None:  # a DCP directory's model may have none
+        prefix = export.usual_prefix(directory) if plain else export.PREFIX
     try:
         plan = export.plan_export(
             directory,
-            prefix=_prefix(arguments, directory, plain=plain),
+            prefix=prefix,
             dtype=arguments.dtype,
             shard_bytes_max=arguments.max_shard_size,
             keep_tied=arguments.keep_tied,
@@ -259,7 +261,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError(str(error), ExitCode.USAGE) from error
     seconds = time.monotonic() - began
     if arguments.json:
-        printing.say_json(_document(plan, written, arguments.target, seconds), indent=2)
+        printing.say_json(_document(plan, written, arguments.target, seconds))
     elif arguments.dry_run:
         _show(plan)
     else:
@@ -272,7 +274,6 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         if plan.left_out:
             printing.say(f"left out: {', '.join(f'{name} ({count})' for name, count in plan.left_out.items())}")
-    return ExitCode.FINISHED
 
 
 def names_of(arguments: argparse.Namespace) -> Names | None:
@@ -294,13 +295,6 @@ def names_of(arguments: argparse.Namespace) -> Names | None:
     raise StepkeeperError(
         f"--names needs the rows of an attention head: --head-dim N, or --copy {CONFIG} of the model", ExitCode.USAGE
     )
-
-
-def _prefix(arguments: argparse.Namespace, directory: Path, *, plain: bool) -> str:
-    """Return the prefix that was asked for; of a DCP directory whose model has none, none."""
-    if arguments.prefix is not None or not plain:
-        return export.PREFIX if arguments.prefix is None else str(arguments.prefix)
-    return export.usual_prefix(directory)
 
 
 class _Progress:

@@ -82,22 +82,23 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
+def list_steps(arguments: argparse.Namespace, finding: Finding) -> None:
     """Print a table of checkpoints."""
     root = root_of(arguments, finding)
     judged = choosing.judge_all(finding.framework, root, how_of(arguments, deep=False, cached=False))
     if arguments.json:
         document = {**header_of(root, finding), "steps": [row_of(each, root) for each in judged]}
-        printing.say_json(document, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(document)
+        return
     printing.say(f"{finding.framework.title}: {finding.why}")
     if not judged:
         printing.say(f"{root}: no checkpoint of it")
-        return ExitCode.FINISHED
+        return
     table = [("CHECKPOINT", "STEP", "SIZE", "WORLD", *(("RESUMES ON",) if arguments.verbose else ()), "STATE")]
     for each in judged:
         row = row_of(each, root)
-        problem = f": {_first(each.problems)}" if each.problems else ""
+        more = f" (and {len(each.problems) - 1} more)" if len(each.problems) > 1 else ""
+        problem = f": {each.problems[0]}{more}" if each.problems else ""
         world, size = row["world_size"], row["bytes"]
         table.append(
             (
@@ -110,7 +111,6 @@ def list_steps(arguments: argparse.Namespace, finding: Finding) -> int:
             )
         )
     printing.say_table(table, right=frozenset({1, 2, 3}))
-    return ExitCode.FINISHED
 
 
 def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
@@ -129,7 +129,7 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
     whole = judged.state.chosen_from or judged.state is State.NOT_RESUMABLE
     if arguments.json:
         document = {**header_of(path, finding), "ok": whole, "deep": how.deep, **row_of(judged, path.parent)}
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     else:
         printing.say(f"{finding.framework.title}: {finding.why}")
         printing.say(f"{path}: {judged.state.value}{_read(judged)}")
@@ -153,7 +153,7 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
             "chosen": None if chosen is None else row_of(chosen, root),
             "skipped": [row_of(each, root) for each in skipped],
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     elif chosen is not None:
         printing.say_path(str(chosen.step.path))
         if chosen.resume is not None:
@@ -164,7 +164,7 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
             )
             printing.warn(f"resume with: {words}")
     for each in skipped:
-        printing.warn(f"passed over {name_of(each, root)}: {each.state.value}: {'; '.join(each.problems)}")
+        printing.warn(f"passed over {below(each.step.path, root)}: {each.state.value}: {'; '.join(each.problems)}")
     if chosen is None:
         printing.warn(f"{root}: no checkpoint of {finding.framework.title} that is whole and resumable")
         return NONE_FOUND
@@ -203,7 +203,7 @@ def row_of(judged: Judged, root: Path) -> dict[str, Any]:
     """Return a checkpoint for programs."""
     deep, resume = judged.deep, judged.resume
     return {
-        "checkpoint": name_of(judged, root),
+        "checkpoint": below(judged.step.path, root),
         "directory": str(judged.step.path),
         "step": judged.number,
         "world_size": judged.contents.world_size if judged.contents is not None else None,
@@ -219,12 +219,8 @@ def row_of(judged: Judged, root: Path) -> dict[str, Any]:
     }
 
 
-def name_of(judged: Judged, root: Path) -> str:
-    """Return a checkpoint's path below the directory."""
-    return _below(judged.step.path, root)
-
-
-def _below(path: Path, root: Path) -> str:
+def below(path: Path, root: Path) -> str:
+    """Return the path of a checkpoint, below the directory that it is in."""
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
@@ -235,19 +231,14 @@ def _read(judged: Judged) -> str:
     return f" ({printing.size(judged.deep.bytes_read)} read{known})"
 
 
-def _first(problems: tuple[str, ...]) -> str:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return problems[0] + more
-
-
 # `repair`: pointer files, and torn checkpoints put aside, on request.
 
 _NOTHING_WHOLE = "no checkpoint that it can name is verified and resumable"
 
 
-def add_repair(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Declare the command."""
-    command: argparse.ArgumentParser = below.add_parser(
+    command: argparse.ArgumentParser = commands.add_parser(
         "repair",
         help="have the pointer file of another framework name the newest verified checkpoint",
         description="Say which pointer file of another framework (`latest`, `latest_checkpointed_iteration.txt`, ...) "
@@ -269,7 +260,6 @@ def add_repair(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     return command
 
 
-@printing.reading
 def repair_directory(arguments: argparse.Namespace) -> int:
     """Say what is wrong with pointer files and torn checkpoints, and put it right where that was asked for."""
     finding = found(arguments)
@@ -295,10 +285,10 @@ def repair_directory(arguments: argparse.Namespace) -> int:
             "pointers": pointers,
             "torn": torn,
         }
-        printing.say_json(document, indent=2)
+        printing.say_json(document)
     else:
         printing.say(f"{framework.title}: {finding.why}")
-        shown = "none" if newest is None else name_of(newest, root)
+        shown = "none" if newest is None else below(newest.step.path, root)
         printing.say(f"newest verified and resumable checkpoint: {shown}")
         if not pointers:
             printing.say(f"{framework.title} reads no pointer file that this command knows")
@@ -322,10 +312,10 @@ class _Work:
         """Rewrite a pointer file, or say what would be done."""
         state = pointer.state
         row = {
-            "path": self._shown(pointer.path),
+            "path": below(pointer.path, self._root),
             "state": state.name.lower(),
             "says": pointer.shown,
-            "names": None if pointer.target is None else self._shown(pointer.target.step.path),
+            "names": None if pointer.target is None else below(pointer.target.step.path, self._root),
         }
         said = f"{state.value} ({pointer.shown})" if pointer.shown and not pointer.was.problem else state.value
         if state is Pointing.RIGHT:
@@ -342,7 +332,11 @@ class _Work:
     def put_aside(self, torn: Torn, pointers: list[dict[str, Any]]) -> dict[str, Any]:
         """Rename a torn checkpoint, or say what would be done."""
         judged = torn.judged
-        row = {"path": self._shown(judged.step.path), "state": torn.reason.value, "problems": list(judged.problems)}
+        row = {
+            "path": below(judged.step.path, self._root),
+            "state": torn.reason.value,
+            "problems": list(judged.problems),
+        }
         said = f"{torn.reason.value}: {'; '.join(judged.problems[:3])}"
         if not self._quarantine:
             return {**row, "action": "none", "words": f"{said} (--quarantine renames it)"}
@@ -370,6 +364,3 @@ class _Work:
             return {"action": "done", "words": change()}
         except RefusedError as refused:
             return {"action": "refused", "words": f"{said}: not changed: {refused}"}
-
-    def _shown(self, path: Path) -> str:
-        return _below(path, self._root)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, Literal
 
 from stepkeeper.cli import printing
 from stepkeeper.config import resolve
@@ -18,7 +18,6 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import records
-from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 from stepkeeper_trainer.formats.steps import COMMITTED
 from stepkeeper_trainer.tiers.copying import Pace, copy_step
 from stepkeeper_trainer.tiers.directory import DirectoryTier, open_tier
@@ -36,20 +35,6 @@ from stepkeeper_trainer.tiers.tier import (
 )
 
 _STATES = {"complete": COMMITTED}  # what JSON calls it, and what people read
-
-
-class _Setting(msgspec.Struct):
-    value: Any = None
-
-    def text(self) -> str | None:
-        return self.value if isinstance(self.value, str) else None
-
-
-class _Recorded(msgspec.Struct):
-    settings: dict[str, _Setting]
-
-
-_recorded = msgspec.json.Decoder(_Recorded)
 
 
 def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,30 +72,29 @@ def add(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     copy.set_defaults(execute=copy_steps)
 
 
-@printing.reading
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> None:
     """Print a table of steps and tiers."""
     run = find.find(arguments.where, os.environ)
     tiers, earlier = _tiers_of(run.path)
-    local, cold = arguments.local or tiers.local, arguments.cold or tiers.cold
-    found = [survey("shared", DirectoryTier(run.checkpoints), deep=arguments.deep)]
-    if local is not None and (place := _local_place(run.path, local)) is not None:
-        found.insert(0, survey("local", DirectoryTier(place), deep=arguments.deep))
-    if tiers.snapshot_every is not None and (memory := _memory_place(run.path, tiers)) is not None:
-        found.insert(0, survey("memory", DirectoryTier(memory), deep=arguments.deep))
+    cold = arguments.cold or tiers.cold
+    places = _on_this_node(run.path, tiers, arguments.local or tiers.local)
+    found = [survey(kind, DirectoryTier(place), deep=arguments.deep) for kind, place in places]
+    shared = survey("shared", DirectoryTier(run.checkpoints), deep=arguments.deep)
+    found.append(shared)
     if cold is not None:
         found.append(survey("cold", _open(cold), deep=arguments.deep))
     going = on_the_way(run.checkpoints)
-    shared = next(each for each in found if each.kind == "shared")
     if arguments.json:
         printing.say_json(
             {
                 "run": str(run.path),
-                "tiers": [{"newest": each.newest, "lag_steps": _lag(each, shared)} | _plain(each) for each in found],
-                "on_the_way": {"to_shared": going.to_shared, "to_cold": going.to_cold},
+                "tiers": [
+                    {"newest": each.newest, "lag_steps": _lag(each, shared), **dataclasses.asdict(each)}
+                    for each in found
+                ],
+                "on_the_way": going,
                 "used_earlier": [{"kind": each.kind, "where": each.where, "launch": each.launch} for each in earlier],
-            },
-            indent=2,
+            }
         )
     else:
         _say(found, shared)
@@ -119,12 +103,6 @@ def show(arguments: argparse.Namespace) -> int:
                 printing.say(f"on the way to {what}: {name}")
         for each in earlier:
             printing.say(f"used by launch {each.launch}: {each.where}; look there with --{each.kind}")
-    return ExitCode.FINISHED
-
-
-def _plain(tier: Surveyed) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(tier)
-    return built
 
 
 def _lag(tier: Surveyed, shared: Surveyed) -> int | None:
@@ -155,8 +133,7 @@ def _words(tier: Surveyed, save_id: str) -> str:
     return f"{copy.files} of {copy.of} files" if copy.state == "part" else _STATES.get(copy.state, copy.state)
 
 
-@printing.reading
-def copy_steps(arguments: argparse.Namespace) -> int:
+def copy_steps(arguments: argparse.Namespace) -> None:
     """Copy steps to a place, or the newest one back."""
     checkpoints = find.checkpoints(arguments.where, os.environ)
     rate = arguments.max_rate
@@ -165,18 +142,18 @@ def copy_steps(arguments: argparse.Namespace) -> int:
     pace = Pace(rate * 1e6 if rate is not None else None)
     shared = DirectoryTier(checkpoints)
     if arguments.source is not None:
-        return _bring(arguments, shared, _open(arguments.source), pace)
+        _bring(arguments, shared, _open(arguments.source), pace)
+        return
     target = _open(arguments.to, arguments.zstd)
     copied = [_copy(shared, held, target, pace) for held in _wanted(arguments, shared)]
     if arguments.json:
-        printing.say_json({"target": target.name, "steps": copied}, indent=2)
+        printing.say_json({"target": target.name, "steps": copied})
     else:
         for each in copied:
             printing.say(
                 f"{target.name}/{each['directory']}: {printing.size(each['bytes_copied'])} copied, "
                 f"{printing.size(each['bytes_there'])} were there, {printing.duration(each['seconds'])}"
             )
-    return ExitCode.FINISHED
 
 
 def _wanted(arguments: argparse.Namespace, shared: DirectoryTier) -> list[Held]:
@@ -216,7 +193,7 @@ def _copy(shared: DirectoryTier, held: Held, target: Tier, pace: Pace) -> dict[s
     }
 
 
-def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, pace: Pace) -> int:
+def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, pace: Pace) -> None:
     lineage = lineages.read(shared.checkpoints)
 
     def wanted(held: Held) -> bool:
@@ -230,10 +207,9 @@ def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, p
         raise StepkeeperError(f"{source.name}: no step of this run, or damaged ones only", ExitCode.NOTHING_FOUND)
     if arguments.json:
         step = found.held.manifest.step
-        printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from}, indent=2)
+        printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from})
     else:
         printing.say(f"{shared.checkpoints / found.directory}: from {found.came_from}, every byte was checked")
-    return ExitCode.FINISHED
 
 
 def _open(where: str, zstd: int | None = None) -> Tier:
@@ -275,39 +251,29 @@ def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:
 
 def _settings_of(run: Path) -> Tiers:
     """Return the tiers of the newest attempt that recorded its settings; none where nothing is recorded."""
-    attempts = sorted((run / "attempts").glob("attempt-*"), reverse=True)
-    for attempt in attempts:
-        try:
-            settings = decode(_recorded, read_plain(attempt / resolve.RECORD_NAME, within=run)).settings
-            every, directory = (settings.get(f"snapshot_{each}", _Setting()).text() for each in ("every", "dir"))
-            return Tiers(
-                local=settings["local_tier"].text(),
-                cold=settings["cold_tier"].text(),
-                snapshot_every=every,
-                snapshot_directory=directory or SNAPSHOT_DIRECTORY,
-            )
-        except (OSError, DecodeError, KeyError):
+    attempts = (run / "attempts").glob("attempt-*")
+    numbers = (path.name.removeprefix("attempt-") for path in attempts)
+    for number in sorted((int(each) for each in numbers if each.isdecimal()), reverse=True):
+        settings = resolve.read_record(run, number).settings
+        if "local_tier" not in settings:
             continue  # not recorded, or of a version without tiers
+        keys = ("local_tier", "cold_tier", "snapshot_every", "snapshot_dir")
+        values = [settings.get(key, {}).get("value") for key in keys]
+        local, cold, every, directory = (value if isinstance(value, str) else None for value in values)
+        return Tiers(local=local, cold=cold, snapshot_every=every, snapshot_directory=directory or SNAPSHOT_DIRECTORY)
     return Tiers()
 
 
-def _local_place(run: Path, local: str) -> Path | None:
-    identity = _identity(run)
-    tiers = Tiers(local=os.path.abspath(os.path.expanduser(local)))
-    return tiers.local_checkpoints(run, identity, _node()) if identity is not None else None
-
-
-def _memory_place(run: Path, tiers: Tiers) -> Path | None:
-    identity = _identity(run)
-    return tiers.snapshots_of(run, identity, _node()) if identity is not None else None
-
-
-def _identity(run: Path) -> str | None:
+def _on_this_node(run: Path, tiers: Tiers, local: str | None) -> Iterator[tuple[Literal["memory", "local"], Path]]:
+    """Yield the places of a run on this node: in its memory, and on its own disk."""
     try:
-        return read_identity(run / "checkpoints")
+        identity = read_identity(run / "checkpoints")
     except (OSError, TierError):
-        return None  # no rank has ever had a place on a node
-
-
-def _node() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        return  # no rank has ever had a place on a node
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    if tiers.snapshot_every is not None:
+        yield "memory", tiers.snapshots_of(run, identity, node)
+    if local is not None:
+        there = Tiers(local=os.path.abspath(os.path.expanduser(local))).local_checkpoints(run, identity, node)
+        if there is not None:
+            yield "local", there

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -20,7 +19,6 @@ from stepkeeper.config import resolve as config_record
 from stepkeeper.config.settings import GROUP
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.scale_up import GROW_BACK
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger, nvml
@@ -39,6 +37,7 @@ if TYPE_CHECKING:  # a supervisor, which knows all commands, stays small
 
 # `dev replay RUN|journal.jsonl`: what today's rules would decide differently in a run that was.
 
+Given = TypeVar("Given", Policy, World)
 DIFFERENT = 1  # exit code: something would be decided otherwise
 ATTEMPTS_MAX = 10_000
 SHOWN_CHARACTERS = 300
@@ -67,7 +66,6 @@ def _add_replay(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.set_defaults(execute=replay_run)
 
 
-@printing.reading
 def replay_run(arguments: argparse.Namespace) -> int:
     """Decide again, and say what differs."""
     from stepkeeper.simulate.replay import replay  # noqa: PLC0415 - only where it is asked for
@@ -77,17 +75,16 @@ def replay_run(arguments: argparse.Namespace) -> int:
     if not file.exists():
         raise StepkeeperError(f"{file}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND)
     recorded = recorded_policies(file.parent)
-    changes = policy_changes(arguments.policy)
-    attempts = range(max(recorded, default=-1) + 1) if recorded else range(0)
-    policies = {number: changed(recorded.get(number, Policy()), changes) for number in attempts}
-    if changes and not recorded:
-        policies = dict.fromkeys(range(ATTEMPTS_MAX), changed(Policy(), changes))
+    attempts = range(max(recorded, default=-1) + 1)
+    if arguments.policy and not recorded:
+        attempts = range(ATTEMPTS_MAX)
+    policies = {number: changed(recorded.get(number, Policy()), arguments.policy, "--policy") for number in attempts}
     stop_after = ATTEMPTS_MAX if arguments.all else 1
     found = replay(journal.read_lines(file), policies, words=arguments.words, stop_after=stop_after)
     if not found.records:
         raise StepkeeperError(f"{file}: no record of the beginning of an attempt", ExitCode.NOTHING_FOUND)
     if arguments.json:
-        printing.say_json(msgspec.to_builtins(found), indent=2)
+        printing.say_json(found)
     else:
         _show_replay(found, len(recorded))
     return DIFFERENT if found.differences else ExitCode.FINISHED
@@ -105,34 +102,25 @@ def recorded_policies(run_directory: Path) -> dict[int, Policy]:
     return found
 
 
-def policy_changes(words: list[str]) -> dict[str, str]:
-    """Return what `--policy` says.
+def changed(given: Given, words: list[str], option: str) -> Given:
+    """Return a policy or a world with other values: KEY=VALUE, as an option has them.
 
     Raises:
-        StepkeeperError: a word is no KEY=VALUE, or no such key.
+        StepkeeperError: a word is no KEY=VALUE, there is no such key, or a value does not fit.
     """
     changes: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         key = key.removeprefix(f"{GROUP}.")
-        if not equals or key not in Policy.__struct_fields__:
+        if not equals or key not in given.__struct_fields__:
             raise StepkeeperError(
-                f"--policy {word}: KEY=VALUE with a key of the policy; docs/configuration.md lists them", ExitCode.USAGE
+                f"{option} {word}: KEY=VALUE with one of {', '.join(given.__struct_fields__)}", ExitCode.USAGE
             )
         changes[key] = value
-    return changes
-
-
-def changed(policy: Policy, changes: dict[str, str]) -> Policy:
-    """Return the policy with other values.
-
-    Raises:
-        StepkeeperError: a value does not fit its key.
-    """
     try:
-        return msgspec.convert({**msgspec.structs.asdict(policy), **changes}, Policy, strict=False)
+        return msgspec.convert({**msgspec.structs.asdict(given), **changes}, type(given), strict=False)
     except msgspec.ValidationError as error:
-        raise StepkeeperError(f"--policy: {error}", ExitCode.USAGE) from error
+        raise StepkeeperError(f"{option}: {error}", ExitCode.USAGE) from error
 
 
 def _show_replay(found: Replayed, recorded: int) -> None:
@@ -177,16 +165,7 @@ def _short(value: Any) -> str:
 RUNS = 5
 CHOICES_MAX = 200
 COUNT_MAX = 1_000_000
-TIMES = {
-    "blocked-s": "that a save takes from training",
-    "save-s": "from the request of a save to durable",
-    "load-s": "from the start of the processes to the first step",
-    "verify-s": "choosing and reading back a checkpoint",
-    "repair-s": "mean, until a node that was given back, or another one like it, is idle",
-    "queue-s": "mean wait in the queue after a requeue",
-    "grace-s": "of a preemption",
-    "person-s": "until somebody submits again what has stopped",
-}
+OF_CHOICES = ("nodes", "days", "failures", "spares", "interval_s")  # of a world: they have options of their own
 
 
 def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -212,29 +191,10 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument("--save-every", default="30min", metavar="T[,T...]", help="intervals to try (%(default)s)")
     command.add_argument("--spares", default="0,16", metavar="N[,N...]", help="spare nodes to try (%(default)s)")
+    known = ", ".join(f"{key}={getattr(defaults, key):g}" for key in World.__struct_fields__ if key not in OF_CHOICES)
     command.add_argument(
-        "--min-nodes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="a launch may shrink to where no spare is left (default: never); --nodes is the most it has",
+        "--world", metavar="KEY=VALUE", action="append", default=[], help=f"another world, in seconds: {known}"
     )
-    command.add_argument(
-        "--grow-back", choices=GROW_BACK, default=Policy().grow_back, help="of smaller launches (%(default)s)"
-    )
-    for name, what in TIMES.items():
-        field = "persist_s" if name == "save-s" else name.replace("-", "_")
-        default = getattr(defaults, field)
-        command.add_argument(
-            f"--{name}",
-            dest=field,
-            type=duration,
-            default=default,
-            metavar="T",
-            help=f"{what} ({default:g} s)",
-        )
-    command.add_argument("--preemptions-per-day", type=float, default=0.0, metavar="N", help="(default: none)")
-    command.add_argument("--time-limit", type=duration, default=math.inf, metavar="T", help="(default: none)")
     command.add_argument("--policy", metavar="KEY=VALUE", action="append", default=[], help="such as failures_max=5")
     command.add_argument("--runs", type=int, default=RUNS, metavar="N", help="simulated runs a choice (%(default)s)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same runs (%(default)s)")
@@ -242,25 +202,23 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.set_defaults(execute=simulate_runs)
 
 
-@printing.reading
-def simulate_runs(arguments: argparse.Namespace) -> int:
+def simulate_runs(arguments: argparse.Namespace) -> None:
     """Play, or simulate."""
     from stepkeeper.simulate.simulator import simulate  # noqa: PLC0415 - only where it is asked for
 
     if arguments.files:
         for index, path in enumerate(arguments.files):
             _play(path, titled=len(arguments.files) > 1, first=index == 0)
-        return ExitCode.FINISHED
-    policy = changed(Policy(grow_back=arguments.grow_back), policy_changes(arguments.policy))
+        return
+    policy = changed(Policy(), arguments.policy, "--policy")
     if not 1 <= arguments.runs <= COUNT_MAX:
         raise StepkeeperError("--runs is at least 1", ExitCode.USAGE)
     began = time.monotonic()
     found = [simulate(world, policy, runs=arguments.runs, seed=arguments.seed) for world in _worlds(arguments)]
     if arguments.json:
-        printing.say_json([msgspec.to_builtins(each) for each in found], indent=2)
-        return ExitCode.FINISHED
-    _show_simulated(found, arguments, time.monotonic() - began)
-    return ExitCode.FINISHED
+        printing.say_json(found)
+    else:
+        _show_simulated(found, arguments, time.monotonic() - began)
 
 
 def _play(path: Path, *, titled: bool, first: bool) -> None:
@@ -290,19 +248,10 @@ def _worlds(arguments: argparse.Namespace) -> list[World]:
         raise StepkeeperError(f"--save-every, --spares: {error}", ExitCode.USAGE) from error
     if len(intervals) * len(spares) > CHOICES_MAX or max(spares) > COUNT_MAX:
         raise StepkeeperError(f"--save-every, --spares: at most {CHOICES_MAX} choices at a time", ExitCode.USAGE)
-    fields = ("blocked_s", "persist_s", "load_s", "verify_s", "repair_s", "queue_s", "grace_s", "person_s")
+    world = World(nodes=arguments.nodes, days=arguments.days, failures=rate)
+    world = changed(world, arguments.world, "--world")
     worlds = [
-        World(
-            nodes=arguments.nodes,
-            days=arguments.days,
-            failures=rate,
-            spares=count,
-            nodes_min=arguments.min_nodes,
-            interval_s=interval,
-            preemptions_per_day=arguments.preemptions_per_day,
-            time_limit_s=arguments.time_limit,
-            **{name: getattr(arguments, name) for name in fields},
-        )
+        msgspec.structs.replace(world, interval_s=interval, spares=count)
         for interval, count in itertools.product(intervals, spares)
     ]
     for world in worlds:
@@ -385,8 +334,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_simulate(actions)
 
 
-@printing.reading
-def inject_fault(arguments: argparse.Namespace) -> int:
+def inject_fault(arguments: argparse.Namespace) -> None:
     """Write one record."""
     config = node_config.load(arguments.config)
     if not config.test.allow_injected:
@@ -399,7 +347,6 @@ def inject_fault(arguments: argparse.Namespace) -> int:
     line = record(arguments.code, pci, arguments.text)
     write(Path(config.test.kernel_log), line)
     printing.say(f"written to {config.test.kernel_log}: {line}")
-    return ExitCode.FINISHED
 
 
 def record(code: int, pci: str, text: str = "") -> str:

@@ -24,7 +24,7 @@ from stepkeeper.run_store import find
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.submit import own_script
-from stepkeeper.submit.plan import METRICS_NAME, measure
+from stepkeeper.submit.plan import measure
 from stepkeeper.submit.selftest import Play, Proof, Shape
 
 # `stepkeeper doctor`: what the cluster's settings mean, with the exact remedy.
@@ -58,10 +58,11 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_selftest(subcommands)
 
 
-@printing.reading
 def execute(arguments: argparse.Namespace) -> int:
     """Look, and print what there is to say."""
-    save_s = arguments.save_s if arguments.save_s is not None else _measured(arguments.run)
+    save_s = arguments.save_s
+    if save_s is None and arguments.run is not None:
+        save_s = measure(find.find(arguments.run, os.environ)).persist_s
     try:
         here = site.gather(partition=arguments.partition, save_s=save_s)
     except SlurmError as error:
@@ -78,21 +79,12 @@ def execute(arguments: argparse.Namespace) -> int:
                 "slurm": here.text("SLURM_VERSION"),
                 "save_s": save_s,
                 "findings": [msgspec.to_builtins(finding) for finding in found],
-            },
-            indent=2,
+            }
         )
     else:
         show(found, show_all=arguments.all)
     worst = max((finding.level.weight for finding in found), default=0)
     return int(ExitCode.SITE_UNFIT) if worst == Level.PROBLEM.weight else int(ExitCode.FINISHED)
-
-
-def _measured(run: str | None) -> float | None:
-    """Return what a run's saves take; None where there is no run, or it has not saved."""
-    if run is None:
-        return None
-    directory = find.find(run, os.environ)
-    return measure(directory.journal, directory.path / METRICS_NAME).persist_s
 
 
 def _script(command: tuple[str, ...]) -> list[Finding]:
@@ -169,7 +161,6 @@ def _add_selftest(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     command.set_defaults(execute=selftest)
 
 
-@printing.reading
 def selftest(arguments: argparse.Namespace) -> int:
     """Play, and say what it proves."""
     if arguments.nodes < 1:
@@ -208,7 +199,7 @@ def selftest(arguments: argparse.Namespace) -> int:
     if passed and not arguments.keep:
         shutil.rmtree(directory)
     if arguments.json:
-        printing.say_json({"passed": passed, "jobs": play.jobs, **msgspec.to_builtins(found)}, indent=2)
+        printing.say_json({"passed": passed, "jobs": play.jobs, **msgspec.to_builtins(found)})
     else:
         _tell(found, passed=passed, kept=None if passed and not arguments.keep else directory)
     return int(ExitCode.FINISHED if passed else ExitCode.SITE_UNFIT)

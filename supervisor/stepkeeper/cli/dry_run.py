@@ -57,24 +57,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     framework: str = ""  # of the script, where it does not use our own library
 
 
-def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...], *, as_json: bool) -> int:
+def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...], *, as_json: bool) -> None:
     """Print the plan."""
     plan = make(sources, environment, command)
     if as_json:
-        printing.say_json(msgspec.to_builtins(plan), indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(plan)
+        return
     printing.say(f"run directory  {plan.run_directory}")
     printing.say(f"attempt        {plan.attempt}{f' ({plan.previous})' if plan.previous else ''}")
     if plan.finished_step is not None:
         printing.say(f"finished at step {plan.finished_step}: nothing would be started")
-        return ExitCode.FINISHED
+        return
     if plan.framework:
         printing.say(f"framework      {plan.framework}")
     found = f"{plan.resume_from} ({COMMITTED}: the job verifies it first)" if plan.resume_from else ""
     printing.say(f"resume from    {found or 'the beginning: no step directory, or damaged ones only'}")
     for each in plan.passed_over:
         printing.say(f"passed over    {each}")
-    printing.say(f"nodes          {' '.join(plan.nodes)}{_spares(plan)}")
+    spares = f" (spare: {' '.join(plan.spares)})" if plan.spares else ""
+    printing.say(f"nodes          {' '.join(plan.nodes)}{spares}")
     for each in plan.assumed:
         printing.say(f"assumed        {each}")
     for each in plan.doubts:
@@ -83,11 +84,6 @@ def show(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     printing.say(f"watchers:  {shlex.join(plan.watchers)}")
     printing.say()
     printing.say(f"training:  {shlex.join(plan.training)}")
-    return ExitCode.FINISHED
-
-
-def _spares(plan: Plan) -> str:
-    return f" (spare: {' '.join(plan.spares)})" if plan.spares else ""
 
 
 def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, ...]) -> Plan:
@@ -227,12 +223,12 @@ def _shown(following: Following) -> str:
 # `stepkeeper run --print-config`: every setting, its value, and where that came from.  Needs no Slurm.
 
 
-def show_config(sources: Sources, environment: Mapping[str, str], *, as_json: bool) -> int:
+def show_config(sources: Sources, environment: Mapping[str, str], *, as_json: bool) -> None:
     """Print the configuration of a run that would start here."""
     config, unknown = _resolve(sources, environment)
     if as_json:
-        printing.say_json({**resolve.record_document(config), "run_directory_unknown": unknown or None}, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json({**resolve.record_document(config), "run_directory_unknown": unknown or None})
+        return
     table = [("KEY", "VALUE", "UNIT", "FROM")]
     for key, found in config.values.items():
         where = found.origin.value + (f": {found.where}" if found.where else "")
@@ -241,7 +237,6 @@ def show_config(sources: Sources, environment: Mapping[str, str], *, as_json: bo
     printing.say_table(table)
     if unknown:
         printing.warn(f"the run directory's own file is not among these: {unknown}")
-    return ExitCode.FINISHED
 
 
 def _resolve(sources: Sources, environment: Mapping[str, str]) -> tuple[Config, str]:

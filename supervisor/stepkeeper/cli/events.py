@@ -34,8 +34,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Print the journal of a run."""
     if arguments.last is not None and arguments.last < 1:
         raise StepkeeperError("--last is at least 1", ExitCode.USAGE)
@@ -60,11 +59,10 @@ def execute(arguments: argparse.Namespace) -> int:
         show(line)
     if torn:
         printing.warn(f"{torn} lines passed over: torn by a crash, or of a newer Stepkeeper")
-    return ExitCode.FINISHED
 
 
 def _show_json(line: Line) -> None:
-    printing.say_json(msgspec.json.decode(line.data))  # as it stands there: also what a newer version added
+    printing.say_json_line(msgspec.json.decode(line.data))  # as it stands there: also what a newer version added
 
 
 def _show(line: Line) -> None:

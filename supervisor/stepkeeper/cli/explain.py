@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_launch, is_named, not_there, opened
 from stepkeeper.config import resolve
 from stepkeeper.core import causes
 from stepkeeper.core.causes import Cause, Rung
@@ -96,12 +96,6 @@ def following(cause: Cause, row: Sequence[causes.Try], about: Mapping[str, Any])
     again = "".join(f"; if it fails in the same way again, it {word}" for word in words[1:2])
     later = f"; later: {', '.join(words[2:])}" if words[2:] else ""
     return f"{supervised}Stepkeeper {words[0]}{again}{later}"
-
-
-def show_verdict(verdict: Verdict, about: Mapping[str, Any]) -> None:
-    """Print a verdict."""
-    for label, text in lines(verdict, about):
-        printing.say(f"{label:<10} {text}")
 
 
 def lines(verdict: Verdict, about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -191,14 +185,12 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         action="extend",
         help="judge these logs instead, one a node (-: stdin; torch's error files too)",
     )
-    command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest that failed)")
-    command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest that failed)")
+    add_launch(command, "the newest that failed")
     command.add_argument("--json", action="store_true", help="one JSON document")
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Print a verdict."""
     if arguments.log:
         if arguments.run is not None or arguments.attempt is not None or arguments.launch is not None:
@@ -209,24 +201,24 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         verdict, about = _of_run(find.find(arguments.run, os.environ), arguments)
     if arguments.json:
-        printing.say_json({**_document(verdict), **about}, indent=2)
+        printing.say_json({**_document(verdict), **about})
     else:
-        show_verdict(verdict, about)
-    return ExitCode.FINISHED
+        for label, text in lines(verdict, about):
+            printing.say(f"{label:<10} {text}")
 
 
 def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, dict[str, Any]]:
-    attempt, launch = arguments.attempt, arguments.launch
     known = collect.launches(run)
-    wanted = [
-        each
-        for each in known
-        if (attempt is None or each.attempt == attempt) and (launch is None or each.launch == launch)
-    ]
-    if attempt is None:  # of a chain of jobs, the one that was named
+    wanted = [each for each in known if is_named(arguments, each.attempt, each.launch)]
+    if arguments.attempt is None:  # of a chain of jobs, the one that was named
         wanted = [each for each in wanted if str(each.job_id) == arguments.run] or wanted
+    if not known:
+        raise StepkeeperError(
+            f"{run.journal}: holds no launch yet; see `stepkeeper events {run.path}`", ExitCode.NOTHING_FOUND
+        )
     if not wanted:
-        raise StepkeeperError(_nothing(run, known, attempt, launch), ExitCode.NOTHING_FOUND)
+        there = not_there(arguments, [(each.attempt, each.launch) for each in known])
+        raise StepkeeperError(f"{run.path}: no launch of {there}", ExitCode.NOTHING_FOUND)
     failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
     verdict = classify(collect.of_launch(run, chosen))
@@ -237,14 +229,15 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
             ExitCode.NOTHING_FOUND,
         )
     later = known[known.index(chosen) + 1 :]
+    end, lineage = collect.end(run), lineages.read(run.checkpoints)
     about = {
         "run": str(run.path),
         "attempt": chosen.attempt,
         "launch": chosen.launch,
         "job_id": chosen.job_id,
         "followed": f"{later[0].attempt}.{later[0].launch}" if later else "",
-        "end": _end(run),
-        "left_out": _left_out(run),
+        "end": None if end is None else {**end._asdict(), "reason": redact(end.reason)},
+        "left_out": msgspec.to_builtins(lineage.left_out) if lineage is not None else [],
         "last_lines": [],
     }
     said = next((each.log for each in verdict.evidence if each.log), "")
@@ -280,24 +273,6 @@ def _last_lines(name: str, log: log_lines.Log, rank: int | None) -> list[dict[st
     ]
 
 
-def _end(run: RunDirectory) -> dict[str, Any] | None:
-    end = collect.end(run)
-    return None if end is None else {**end._asdict(), "reason": redact(end.reason)}
-
-
-def _left_out(run: RunDirectory) -> list[dict[str, int]]:
-    lineage = lineages.read(run.checkpoints)
-    return [msgspec.to_builtins(each) for each in lineage.left_out] if lineage is not None else []
-
-
-def _nothing(run: RunDirectory, known: list[Launch], attempt: int | None, launch: int | None) -> str:
-    if not known:
-        return f"{run.journal}: holds no launch yet; see `stepkeeper events {run.path}`"
-    there = ", ".join(f"{each.attempt}.{each.launch}" for each in known[-10:])
-    asked = f"{'*' if attempt is None else attempt}.{'*' if launch is None else launch}"
-    return f"{run.path}: no launch {asked} (attempt.launch); there are {there}"
-
-
 def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
     several = len(names) > 1
     found: list[Evidence] = []
@@ -325,14 +300,8 @@ def _of_files(names: list[str]) -> tuple[Verdict, dict[str, Any]]:
 
 
 def _read(name: str) -> log_lines.Log:
-    try:
-        if name == "-":
-            return log_lines.read_log(sys.stdin.buffer)
-        with open(name, "rb") as file:
-            return log_lines.read_log(file)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise StepkeeperError(f"{name}: {why}: name log files, or -", ExitCode.NOTHING_FOUND) from error
+    with opened(name, "log files") as file:
+        return log_lines.read_log(file)
 
 
 def _document(verdict: Verdict) -> dict[str, Any]:

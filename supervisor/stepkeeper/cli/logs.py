@@ -7,11 +7,12 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_launch, is_named, not_there
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
@@ -64,13 +65,21 @@ def parse(line: bytes, is_srun: bool) -> Said:  # noqa: FBT001 - what kind of fi
     return Said(int(match.group(1)), line[match.end() :].decode(errors="replace"))
 
 
-def show(said: Said, where: str | None, node: str, *, as_json: bool) -> None:
-    """Print one line, with its node where there are several."""
-    if as_json:
-        printing.say_json({"node": node, "rank": said.rank, "line": said.line})
-        return
-    rank = f"{said.rank}: " if said.rank is not None else ""
-    printing.say(f"{where + ' ' if where else ''}{rank}{_last_state(said.line)}")
+class Shown(NamedTuple):
+    """The launch whose lines are shown, and how."""
+
+    attempt: int
+    launch: int
+    as_json: bool
+
+    def show(self, said: Said, node: str, *, several: bool) -> None:
+        """Print one line, with its node where there are several."""
+        if self.as_json:
+            where = {"attempt": self.attempt, "launch": self.launch, "node": node}
+            printing.say_json_line({**where, **said._asdict()})
+            return
+        rank = f"{said.rank}: " if said.rank is not None else ""
+        printing.say(f"{node + ' ' if several else ''}{rank}{_last_state(said.line)}")
 
 
 def _last_state(line: str) -> str:
@@ -96,11 +105,6 @@ def files_of(directory: Path, node: str | None) -> dict[str, Path]:
     return {node: files[node]}
 
 
-def of_rank(rank: int | None) -> Callable[[Said], bool]:
-    """Return which lines are those of a rank; None: all."""
-    return lambda said: rank in (None, said.rank)
-
-
 def said_in(run: Path, path: Path, wanted: Callable[[Said], bool], tail: int | None) -> Iterator[Said]:
     """Yield the wanted lines of a log in a run directory, oldest first; only the newest `tail`, if that is asked."""
     is_srun = path.stem == SRUN
@@ -119,85 +123,77 @@ _GOOD = (Cause.FINISHED, Cause.STOPPED)
 TAIL = 50  # lines of each node, where `--tail` says nothing: a rank may have printed for a week
 
 
-class First(NamedTuple):
-    """Who failed first in a launch, as far as the journal says."""
-
-    rank: int | None = None
-    node: str = ""
-    how: str = ""  # `exit code 1: an error of the program`
-    cause: str = ""  # `exception: ValueError at train.py:61 in main`
-
-
-def show_failed(run: RunDirectory, directory: Path, arguments: argparse.Namespace) -> int:
+def show_failed(run: RunDirectory, shown: Shown, directory: Path, arguments: argparse.Namespace) -> None:
     """Print where the launch failed on stderr, and what was printed there last on stdout.
 
     Raises:
         StepkeeperError: there is no log of the node, or no line of the rank, that was asked for.
         OSError: a log cannot be read.
     """
-    attempt, launch = (int(path.name.rpartition("-")[2]) for path in (directory.parent, directory))
-    first = who_failed(run, attempt, launch)
+    rank, node, words = who_failed(run, shown)
     named = arguments.rank is not None or arguments.node is not None
-    rank = arguments.rank if named else first.rank
     files = files_of(directory, arguments.node)
-    if not named and first.node in files:
-        files = {first.node: files[first.node]}
+    if named:
+        rank = arguments.rank
+    elif node in files:
+        files = {node: files[node]}
     tail = arguments.tail or TAIL
-    shown = _newest(run.path, files, rank, tail + 1)
-    if not named and all(said.rank is None for each in shown.values() for said in each):
-        shown = _newest(
-            run.path, files, None, tail + 1
-        )  # a launcher's ranks share one label: what their node printed is shown
-    if arguments.node is None and len(shown) > 1:
-        shown.pop(SRUN, None)  # the ranks say more
-    printing.warn(f"attempt {attempt}, launch {launch}: {_in_words(first)}")
-    if arguments.tail is None and any(len(each) > tail for each in shown.values()):
+    found = _newest(run.path, files, rank, tail + 1)
+    if not named and all(said.rank is None for each in found.values() for said in each):
+        # a launcher's ranks share one label: what their node printed is shown
+        found = _newest(run.path, files, None, tail + 1)
+    if arguments.node is None and len(found) > 1:
+        found.pop(SRUN, None)  # the ranks say more
+    printing.warn(f"attempt {shown.attempt}, launch {shown.launch}: {words}")
+    if arguments.tail is None and any(len(each) > tail for each in found.values()):
         printing.warn(f"the last {tail} lines of each node follow; --tail N shows more")
-    for node, each in shown.items():
+    for where, each in found.items():
         for said in each[-tail:]:
-            if arguments.json:
-                printing.say_json({"attempt": attempt, "launch": launch, "node": node, **said._asdict()})
-            else:
-                show(said, node if len(shown) > 1 else None, node, as_json=False)
-    if named and not shown:
-        whose = f"rank {rank}" if rank is not None else "a rank"
-        raise StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
-    if not shown:
+            shown.show(said, where, several=len(found) > 1)
+    if named and not found:
+        raise _no_line(directory, rank, files)
+    if not found:
         printing.warn(f"nothing was printed there; `stepkeeper explain {run.path}` shows what is known")
-    return ExitCode.FINISHED
 
 
-def who_failed(run: RunDirectory, attempt: int, launch: int) -> First:
-    """Return who failed first in a launch: by its verdict, else the first rank that ended badly before we ended any.
+def _no_line(directory: Path, rank: int | None, files: Iterable[str]) -> StepkeeperError:
+    whose = f"rank {rank}" if rank is not None else "a rank"
+    return StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
+
+
+def who_failed(run: RunDirectory, shown: Shown) -> tuple[int | None, str, str]:
+    """Return rank and node that failed first in a launch, as far as the journal says, and that in words.
+
+    The verdict counts, else the first rank that ended badly before we ended any.
 
     Raises:
         OSError: the journal cannot be read.
     """
-    wanted = (each for each in collect.launches(run) if (each.attempt, each.launch) == (attempt, launch))
-    found = next(wanted, None)
-    if found is None:
-        return First()
-    exited = [each for each in found.events if isinstance(each, on.RankExited) and each.launch == launch]
-    bad = [each for each in planes.exits(exited, killed_at=found.killed_at) if each.cause not in _GOOD]
-    judged = next((each for each in reversed(found.events) if isinstance(each, on.Judged)), None)
-    if judged is None or judged.launch != launch or judged.cause is Cause.UNKNOWN:
-        refused = next((each.error for each in found.events if isinstance(each, on.LaunchRefused)), "")
-        return First(bad[0].rank, bad[0].node, bad[0].text) if bad else First(how=refused)
-    what = judged.location or judged.text
-    cause = f"{judged.cause.value}{f': {what}' if what else ''}"
-    if judged.rank is None and not judged.node and bad:
-        return First(bad[0].rank, bad[0].node, bad[0].text, cause)
-    how = next((each.text for each in bad if each.rank == judged.rank), "")
-    return First(judged.rank, judged.node, how, cause)
+    wanted = (each for each in collect.launches(run) if (each.attempt, each.launch) == shown[:2])
+    events, killed_at = next(((each.events, each.killed_at) for each in wanted), ((), None))
+    exited = [each for each in events if isinstance(each, on.RankExited) and each.launch == shown.launch]
+    bad = [each for each in planes.exits(exited, killed_at=killed_at) if each.cause not in _GOOD]
+    judged = next((each for each in reversed(events) if isinstance(each, on.Judged)), None)
+    cause = ""
+    if judged is not None and judged.launch == shown.launch and judged.cause is not Cause.UNKNOWN:
+        what = judged.location or judged.text
+        cause = f"{judged.cause.value}{f': {what}' if what else ''}"
+        if judged.rank is not None or judged.node or not bad:
+            how = next((each.text for each in bad if each.rank == judged.rank), "")
+            return judged.rank, judged.node, _in_words(judged.rank, judged.node, cause, how)
+    if bad:
+        return bad[0].rank, bad[0].node, _in_words(bad[0].rank, bad[0].node, cause, bad[0].text)
+    refused = next((each.error for each in events if isinstance(each, on.LaunchRefused)), "")
+    return None, "", _in_words(None, "", cause, refused)
 
 
-def _in_words(first: First) -> str:
-    said = "; ".join(part for part in (first.cause, first.how) if part)
-    if first.rank is not None:
-        who = f"rank {first.rank}{f' on {first.node}' if first.node else ''} failed first"
+def _in_words(rank: int | None, node: str, *said: str) -> str:
+    if rank is not None:
+        who = f"rank {rank}{f' on {node}' if node else ''} failed first"
     else:
-        who = f"{first.node} failed" if first.node else "no rank is known to have failed first"
-    return who + (f" ({said})" if said else "")
+        who = f"{node} failed" if node else "no rank is known to have failed first"
+    why = "; ".join(part for part in said if part)
+    return who + (f" ({why})" if why else "")
 
 
 def _newest(run: Path, files: dict[str, Path], rank: int | None, count: int) -> dict[str, list[Said]]:
@@ -221,7 +217,6 @@ def _follows(line: str) -> bool:
 
 LOOK_EVERY_S = 0.5
 BACK_BYTES = 4096  # of each file at the start: a few last lines
-LINE_BYTES_MAX = lines.LINE_BYTES_MAX
 
 
 class _File:
@@ -240,47 +235,47 @@ class _File:
         """Return the whole lines that were written since; a line that never ends is cut."""
         with open_plain(self.path, within=self.within) as file:
             file.seek(self.position)
-            data = file.read(LINE_BYTES_MAX)
+            data = file.read(lines.LINE_BYTES_MAX)
             self.position = file.tell()
         *whole, self.pending = (self.pending + data).split(b"\n")
-        if len(self.pending) >= LINE_BYTES_MAX:
+        if len(self.pending) >= lines.LINE_BYTES_MAX:
             whole, self.pending = [*whole, self.pending], b""
         if self._skip and whole:
             whole, self._skip = whole[1:], False
         return whole
 
 
-def follow(run: RunDirectory, arguments: argparse.Namespace) -> int:
+def follow(run: RunDirectory, arguments: argparse.Namespace) -> None:
     """Print lines until the attempt has ended or the reader has enough (Ctrl-C)."""
-    shown: tuple[int, int] | None = None
+    shown: Shown | None = None
     files: dict[str, _File] = {}
-    first = True
     while True:
         done = status_file.is_over(run.status)  # asked first: what is written before the end is shown
-        newest = max(launches(run).items(), default=None)
-        if newest is not None and newest[0] != shown:
+        newest, directory = max(launches(run).items(), default=(None, Path()))
+        if newest is not None and (shown is None or newest != shown[:2]):
+            is_first = shown is None
             if shown is not None:
-                _show_new(files, arguments)
+                _show_new(shown, files, arguments.rank)
             if not arguments.json:
-                printing.say(f"--- attempt {newest[0][0]}, launch {newest[0][1]}")
-            shown, files = newest[0], {}
-        if newest is not None:
-            for path in sorted(newest[1].glob("*.log")):
+                printing.say(f"--- attempt {newest[0]}, launch {newest[1]}")
+            shown, files = Shown(*newest, arguments.json), {}
+        if shown is not None:
+            for path in sorted(directory.glob("*.log")):
                 if path.stem not in files and arguments.node in (None, path.stem):
-                    files[path.stem] = _File(path, run.path, from_end=first)
-            _show_new(files, arguments)
-            first = False
+                    files[path.stem] = _File(path, run.path, from_end=is_first)
+            _show_new(shown, files, arguments.rank)
+            is_first = False
         if done:
-            return ExitCode.FINISHED
+            return
         time.sleep(LOOK_EVERY_S)
 
 
-def _show_new(files: dict[str, _File], arguments: argparse.Namespace) -> None:
+def _show_new(shown: Shown, files: dict[str, _File], rank: int | None) -> None:
     for node, file in files.items():
         for line in file.new():
             said = parse(line, node == SRUN)
-            if arguments.rank in (None, said.rank):
-                show(said, node if len(files) > 1 else None, node, as_json=arguments.json)
+            if rank in (None, said.rank):
+                shown.show(said, node, several=len(files) > 1)
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -291,8 +286,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
     )
     command.add_argument("run", nargs="?", metavar="RUN", help="run directory or job id (default: the run here)")
-    command.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
-    command.add_argument("--launch", type=int, metavar="N", help="of this launch (default: the newest)")
+    add_launch(command, "the newest")
     command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
     command.add_argument(
@@ -308,8 +302,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Print the logs of one launch, node by node."""
     if arguments.tail is not None and arguments.tail < 1:
         raise StepkeeperError("--tail is at least 1", ExitCode.USAGE)
@@ -317,45 +310,35 @@ def execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError("--failed shows what ended, --follow what runs: choose one", ExitCode.USAGE)
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
-        return follow(run, arguments)
-    directory = _launch(run, arguments.attempt, arguments.launch, failed=arguments.failed)
+        follow(run, arguments)
+        return
+    shown, directory = _launch(run, arguments)
     if arguments.failed:
-        return show_failed(run, directory, arguments)
+        show_failed(run, shown, directory, arguments)
+        return
     rank = arguments.rank
     files = files_of(directory, arguments.node)
-    several = len(files) > 1
     count = 0
     for node, path in files.items():
-        for said in said_in(run.path, path, of_rank(rank), arguments.tail):
+        for said in said_in(run.path, path, lambda said: rank in (None, said.rank), arguments.tail):
             count += 1
-            show(said, node if several else None, node, as_json=arguments.json)
+            shown.show(said, node, several=len(files) > 1)
     if rank is not None and not count:
-        raise StepkeeperError(f"{directory}: no line of rank {rank} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
-    return ExitCode.FINISHED
+        raise _no_line(directory, rank, files)
 
 
-def _launch(run: RunDirectory, attempt: int | None, launch: int | None, *, failed: bool) -> Path:
-    """Return the logs of one launch; the newest of what was not named."""
+def _launch(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Shown, Path]:
+    """Return one launch and its logs; the newest of what was not named."""
     root = run.path / "logs"
-    there_are = launches(run)
-    chosen = [
-        key
-        for key, path in there_are.items()
-        if (attempt is None or key[0] == attempt)
-        and (launch is None or key[1] == launch)
-        and (not failed or (path / FAILED_NAME).exists())
-    ]
-    if chosen:
-        return there_are[max(chosen)]
-    if failed and there_are:
-        raise StepkeeperError(
-            f"{root}: no launch of {'that kind' if attempt is not None or launch is not None else 'this run'} failed",
-            ExitCode.NOTHING_FOUND,
-        )
-    if not there_are:
+    known = launches(run)
+    if not known:
         raise StepkeeperError(f"{root}: no launch has written logs yet", ExitCode.NOTHING_FOUND)
-    there = ", ".join(f"{a}.{b}" for a, b in sorted(there_are)[-10:])
-    asked = f"{'*' if attempt is None else attempt}.{'*' if launch is None else launch}"
-    raise StepkeeperError(
-        f"{root}: no logs of attempt.launch {asked}; there are those of {there}", ExitCode.NOTHING_FOUND
-    )
+    named = {key: path for key, path in known.items() if is_named(arguments, *key)}
+    if not named:
+        raise StepkeeperError(f"{root}: no logs of {not_there(arguments, sorted(known))}", ExitCode.NOTHING_FOUND)
+    chosen = {key: path for key, path in named.items() if not arguments.failed or (path / FAILED_NAME).exists()}
+    if not chosen:
+        which = "that kind" if len(named) < len(known) else "this run"
+        raise StepkeeperError(f"{root}: no launch of {which} failed", ExitCode.NOTHING_FOUND)
+    newest = max(chosen)
+    return Shown(*newest, arguments.json), chosen[newest]

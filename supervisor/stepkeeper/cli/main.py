@@ -77,18 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, unknown = top.parse_known_args(words)
         if unknown:
             top.called(words).refuse(unknown[0])
-        return int(arguments.execute(arguments))
+        if getattr(arguments, "is_service", False):
+            return int(arguments.execute(arguments))
+        return printing.safely(arguments.execute, arguments)
     except StepkeeperError as error:
         if error.code is ExitCode.NOTHING_FOUND and arguments is not None:
             from stepkeeper.cli import status  # noqa: PLC0415 - a supervisor stays small
 
-            if (answered := status.answers(arguments)) is not None:
-                return answered
+            if status.answers(arguments):
+                return int(ExitCode.FINISHED)
         print(f"stepkeeper: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
         return int(error.code)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left: `stepkeeper events RUN | head`
-        return 0
     except KeyboardInterrupt:
         return 130
 
@@ -118,17 +117,14 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=print_manual)
 
 
-@printing.reading
-def complete(arguments: argparse.Namespace) -> int:
+def complete(arguments: argparse.Namespace) -> None:
     """Print the script."""
     import shtab  # noqa: PLC0415 - no other command needs it
 
     sys.stdout.write(shtab.complete(parser(), shell=arguments.shell))
-    return ExitCode.FINISHED
 
 
-@printing.reading
-def print_manual(_arguments: argparse.Namespace) -> int:
+def print_manual(_arguments: argparse.Namespace) -> None:
     """Print the page in the language of man."""
     try:
         from argparse_manpage.manpage import Manpage  # noqa: PLC0415 - for those who have it
@@ -138,4 +134,3 @@ def print_manual(_arguments: argparse.Namespace) -> int:
         ) from error
     os.environ["COLUMNS"] = COLUMNS
     sys.stdout.write(str(Manpage(parser(), format="pretty")))
-    return ExitCode.FINISHED

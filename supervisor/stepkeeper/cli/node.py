@@ -72,20 +72,14 @@ def packaged() -> Path:
     return here / "systemd" if (here / "systemd").is_dir() else here.parents[1] / "systemd"
 
 
-def unit_text(executable: str) -> str:
-    """Return the unit, for this installation."""
-    return (packaged() / UNIT).read_text().replace(EXECUTABLE, executable)
-
-
-@printing.reading
-def run_install(arguments: argparse.Namespace) -> int:
+def run_install(arguments: argparse.Namespace) -> None:
     """Write the two files."""
     executable = Path(sys.executable).with_name("stepkeeper")
     if not executable.exists():
         raise StepkeeperError(f"{executable}: not there: install stepkeeper with pip into this Python", ExitCode.USAGE)
     unit, config = _below(arguments.root, UNIT_PATH), _below(arguments.root, DEFAULT_PATH)
     _refuse_not_root(arguments)
-    _write(unit, unit_text(str(executable)), arguments)
+    _write(unit, (packaged() / UNIT).read_text().replace(EXECUTABLE, str(executable)), arguments)
     if os.path.lexists(config):
         printing.say(f"{config}: is there and stays as it is")
     else:
@@ -94,11 +88,9 @@ def run_install(arguments: argparse.Namespace) -> int:
     hooks = packaged() / "slurm"
     printing.say(f"next: edit {config}; `stepkeeper node agent --check`; `systemctl enable --now {UNIT}`")
     printing.say(f"hooks for Slurm, optional: {hooks} (read its neighbour README.md)")
-    return ExitCode.FINISHED
 
 
-@printing.reading
-def run_uninstall(arguments: argparse.Namespace) -> int:
+def run_uninstall(arguments: argparse.Namespace) -> None:
     """Stop the agent, and remove what `install` wrote."""
     _refuse_not_root(arguments)
     unit, state = _below(arguments.root, UNIT_PATH), _below(arguments.root, STATE)
@@ -116,7 +108,6 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
             printing.say(f"{path}: stays; --purge removes it")
     if held:
         printing.say(f"the node stays drained: {held}; return it with `scontrol update NodeName=... State=RESUME`")
-    return ExitCode.FINISHED
 
 
 def _held(path: Path) -> str:
@@ -207,7 +198,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="say whether configuration, Slurm, PCI bus, NVML and kernel log fit together, and end",
     )
     agent.add_argument("--json", action="store_true", help="with --check: one JSON document")
-    agent.set_defaults(execute=run_agent)
+    agent.set_defaults(execute=run_agent, is_service=True)
 
     incidents = actions.add_parser(
         "incidents",
@@ -229,7 +220,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 def run_agent(arguments: argparse.Namespace) -> int:
     """Run the agent until it gets a signal to stop; or check its setup."""
     if arguments.check:
-        return check_setup(arguments)
+        return printing.safely(check_setup, arguments)
     if arguments.json:
         raise StepkeeperError("--json goes with --check: the agent's log is JSON in any case", ExitCode.USAGE)
     # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
@@ -268,7 +259,6 @@ def run_agent(arguments: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-@printing.reading
 def check_setup(arguments: argparse.Namespace) -> int:
     """Say all that an agent would find wrong with its setup.  The agent may run meanwhile; nothing is changed."""
     from stepkeeper.cli.doctor import show  # noqa: PLC0415 - as above
@@ -283,15 +273,14 @@ def check_setup(arguments: argparse.Namespace) -> int:
     found = setup.examine(config, setup.gather(config, client))
     if arguments.json:
         findings = [msgspec.to_builtins(finding) for finding in found]
-        printing.say_json({"node": config.name, "mode": config.mode.value, "findings": findings}, indent=2)
+        printing.say_json({"node": config.name, "mode": config.mode.value, "findings": findings})
     else:
         show(found, show_all=True)
     wrong = any(finding.level is Level.PROBLEM for finding in found)
     return int(ExitCode.SITE_UNFIT if wrong else ExitCode.FINISHED)
 
 
-@printing.reading
-def show_incidents(arguments: argparse.Namespace) -> int:
+def show_incidents(arguments: argparse.Namespace) -> None:
     """Print the ledger; the agent need not run."""
     config = node_config.load(arguments.config)
     path = config.state_path / ledger.NAME
@@ -304,13 +293,12 @@ def show_incidents(arguments: argparse.Namespace) -> int:
         found = [each for each in found if is_unfinished(each) or (each.last_at >= since and _matters(each))]
     if arguments.json:
         for incident in found:
-            printing.say_json(msgspec.to_builtins(msgspec.structs.asdict(incident)))
-        return ExitCode.FINISHED
+            printing.say_json_line(msgspec.structs.asdict(incident))
+        return
     _show(found)
     if book.drain is not None:
         printing.say()
         printing.say(f"drained since {instant(book.drain.at)}: {book.drain.reason}")
-    return ExitCode.FINISHED
 
 
 def _matters(incident: Incident) -> bool:
@@ -422,7 +410,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-@printing.reading
 def run_check(arguments: argparse.Namespace) -> int:
     """Check, print, and return the exit code."""
     limit_s = arguments.timeout_s + OWN_S
@@ -437,18 +424,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         return UNKNOWN
     code = CRITICAL if report.problems else WARNING if report.warnings else OK
     if arguments.json:
-        printing.say_json(
-            {
-                "status": WORDS[code],
-                "fit": report.fit,
-                "problems": report.problems,
-                "warnings": report.warnings,
-                "figures": report.figures,
-                "nvml": report.nvml,
-                "took_s": report.took_s,
-            },
-            indent=2,
-        )
+        printing.say_json({"status": WORDS[code], "fit": report.fit, **msgspec.structs.asdict(report)})
     else:
         _show_check(code, report)
     watchdog.cancel()

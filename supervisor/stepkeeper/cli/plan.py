@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import msgspec
 
@@ -14,7 +13,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_store import find
 from stepkeeper.submit import plan as submit_plan
-from stepkeeper.submit.plan import FIXED_S, METRICS_NAME, Measured, Plan, measure, plan
+from stepkeeper.submit.plan import FIXED_S, Measured, Plan, measure, plan
 from stepkeeper_trainer.coordinate.cadence import Costs, FailureRate
 
 OVERHEAD_MAX = 0.05
@@ -69,19 +68,17 @@ def _nodes(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Print the plan."""
     measured = None
     if arguments.run is not None:
-        run = find.find(arguments.run, os.environ)
-        measured = measure(run.journal, run.path / METRICS_NAME)
+        measured = measure(find.find(arguments.run, os.environ))
     plans, assumed = _plan(arguments, measured or Measured())
     if arguments.json:
-        printing.say_json(_document(plans, assumed, measured), indent=2)
-        return ExitCode.FINISHED
-    _show(plans, assumed)
-    return ExitCode.FINISHED
+        documents = [{**msgspec.structs.asdict(each), "use": each.use} for each in plans]
+        printing.say_json({"from": assumed, "measured": measured, "plans": documents})
+    else:
+        _show(plans, assumed)
 
 
 def _plan(arguments: argparse.Namespace, measured: Measured) -> tuple[list[Plan], dict[str, str]]:
@@ -134,14 +131,6 @@ def _mtbf_s(arguments: argparse.Namespace, nodes: int, rate: FailureRate, assume
         else "the literature's rate: 5 failures in 1,000 node-days"
     )
     return rate.mtbf_s(nodes)
-
-
-def _document(plans: list[Plan], assumed: dict[str, str], measured: Measured | None) -> dict[str, Any]:
-    return {
-        "from": assumed,
-        "measured": msgspec.to_builtins(measured) if measured else None,
-        "plans": [{**msgspec.to_builtins(each), "use": msgspec.to_builtins(each.use)} for each in plans],
-    }
 
 
 def _show(plans: list[Plan], assumed: dict[str, str]) -> None:

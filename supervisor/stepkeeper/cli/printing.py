@@ -7,7 +7,6 @@ People see it without control characters; programs get ASCII JSON.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -16,36 +15,33 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}  # control, format (such as right-to-left), surrogates
 
 
-def reading(execute: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a reading command: its output suits any terminal, and no file makes it end in a traceback."""
-
-    @functools.wraps(execute)
-    def safely(arguments: argparse.Namespace) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            if reconfigure := getattr(stream, "reconfigure", None):
-                reconfigure(errors="backslashreplace")
-        try:
-            code = execute(arguments)
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader left: `stepkeeper events RUN | head`
-            _drop_output()
-            return 0
-        except OSError as error:
-            _drop_output()
-            what = error.filename if error.filename is not None else "output"
-            why = error.strerror or str(error)
-            raise StepkeeperError(f"{clean(str(what))}: {why}", ExitCode.RUN_DIRECTORY) from error
-        except StepkeeperError as error:
-            raise StepkeeperError(clean(str(error)), error.code) from error
-        return code
-
-    return safely
+def safely(execute: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
+    """Return the exit code of a command whose output suits any terminal, and that no file ends in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")
+    try:
+        code = execute(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left: `stepkeeper events RUN | head`
+        _drop_output()
+        return 0
+    except OSError as error:
+        _drop_output()
+        what = error.filename if error.filename is not None else "output"
+        why = error.strerror or str(error)
+        raise StepkeeperError(f"{clean(str(what))}: {why}", ExitCode.RUN_DIRECTORY) from error
+    except StepkeeperError as error:
+        raise StepkeeperError(clean(str(error)), error.code) from error
+    return code or 0
 
 
 def _drop_output() -> None:
@@ -92,9 +88,14 @@ def warn(text: str) -> None:
     sys.stderr.write(clean(text) + "\n")
 
 
-def say_json(document: Any, *, indent: int | None = None) -> None:
-    """Print one JSON document.  ASCII only, so that no terminal acts on it."""
-    sys.stdout.write(json.dumps(document, indent=indent, allow_nan=False) + "\n")
+def say_json(document: Any, *, indent: int | None = 2) -> None:
+    """Print one JSON document of plain values and structs.  ASCII only, so that no terminal acts on it."""
+    sys.stdout.write(json.dumps(document, indent=indent, allow_nan=False, default=msgspec.to_builtins) + "\n")
+
+
+def say_json_line(document: Any) -> None:
+    """Print one of several JSON documents, each on a line of its own."""
+    say_json(document, indent=None)
 
 
 def say_table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> None:

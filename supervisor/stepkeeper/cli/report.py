@@ -36,8 +36,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Write the page, or print the figures."""
     from stepkeeper.run_analytics.report.page import About, for_programs, page  # noqa: PLC0415 - for this command only
 
@@ -50,16 +49,15 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     ran = reading.read(run, (attempt.number for attempt in seen.attempts))
     if arguments.json:
-        printing.say_json(for_programs(seen, str(run.path), ran), indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(for_programs(seen, str(run.path), ran))
+        return
     about = About(name=run.path.name, path=str(run.path), made_at=micro(now), version=__version__, started=ran)
     data = page(seen, about).encode("utf-8", errors="replace")
     if arguments.output == "-":
         sys.stdout.buffer.write(data)
-        return ExitCode.FINISHED
+        return
     target = Path(arguments.output or DEFAULT_NAME)
     write_atomically(target, data, mode=0o644)
     ettr = seen.accounts.ettr
     share = "" if ettr is None else f"; {ettr:.1%} of the time became progress"
     printing.say(f"written: {target} ({printing.size(len(data))}){share}")
-    return ExitCode.FINISHED

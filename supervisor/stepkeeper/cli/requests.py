@@ -61,14 +61,13 @@ def _declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
     command.set_defaults(execute=_execute, kind=kind)
 
 
-@printing.reading
-def _execute(arguments: argparse.Namespace) -> int:
+def _execute(arguments: argparse.Namespace) -> None:
     kind: requests.Kind = arguments.kind
     run = find.find(arguments.run, os.environ)
     give_up_at = time.monotonic() + arguments.within
     waiting = queue.waiting(run, status_file.require(run.status))
     if waiting is not None and _of_the_queue(arguments, run, waiting, give_up_at):
-        return ExitCode.FINISHED
+        return
     status = _alive(run)
     asked_at = time.time()
     ask = requests.Request(kind=kind, job_id=status.job_id, at=asked_at, by=getpass.getuser())
@@ -92,11 +91,10 @@ def _execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError(answer.said, ExitCode.NOTHING_FOUND)
     if not arguments.json:
         printing.say(answer.said)
-    if arguments.no_wait:
-        return _tell(arguments, run, {"said": answer.said})
-    if kind == "save":
-        return _tell(arguments, run, {"said": answer.said, **_saved(run, asked_at, give_up_at)})
-    return _tell(arguments, run, {"said": answer.said, **_ended(run, status, give_up_at)})
+    found: dict[str, object] = {"said": answer.said}
+    if not arguments.no_wait:
+        found |= _saved(run, asked_at, give_up_at) if kind == "save" else _ended(run, status, give_up_at)
+    _tell(arguments, run, found)
 
 
 def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Waiting, give_up_at: float) -> bool:
@@ -158,9 +156,10 @@ def _alive(run: RunDirectory) -> Status:
 def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, object]:
     """Wait for the next commit, or the word that the save failed."""
     over = functools.partial(status_file.is_over, run.status)
-    if not _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over):
+    ends = _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over)
+    if not ends:
         raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
-    (found,) = _end_of_save(run, asked_at)
+    (found,) = ends
     if isinstance(found, on.CheckpointCommitted):
         return {"step": found.step, "directory": str(run.checkpoints / found.directory), "seconds": found.seconds}
     raise StepkeeperError(f"the save of step {found.step} failed: {found.error}", ExitCode.STORAGE)
@@ -190,10 +189,10 @@ def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, obj
     return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code, "library": status.library}
 
 
-def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, object]) -> int:
+def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, object]) -> None:
     if arguments.json:
-        printing.say_json(found, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(found)
+        return
     if "directory" in found:
         printing.say(f"step {found['step']} is saved: {found['directory']}")
     if "exit_code" in found:
@@ -202,7 +201,6 @@ def _tell(arguments: argparse.Namespace, run: RunDirectory, found: dict[str, obj
         printing.say(str(found["said"]))
     if "cancelled" in found or "exit_code" in found:
         printing.say(f"to continue: stepkeeper resume {run.path}")
-    return ExitCode.FINISHED
 
 
 def _end_in_words(found: dict[str, object]) -> str:

@@ -9,7 +9,7 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from stepkeeper import __version__
 from stepkeeper.cli import attempt, dry_run, printing
 from stepkeeper.cli.arguments import add_cmd, read_cmd
 from stepkeeper.config import resolve, shape
-from stepkeeper.config.resolve import Config, Origin, Sources
+from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -30,7 +30,7 @@ from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
 from stepkeeper.run_store import journal, lines, paths
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm import cmd
-from stepkeeper.slurm.client import ClusterSettings, SlurmError
+from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands
 from stepkeeper.slurm.launch import Allocation, is_batch_process, node_name, read_allocation, require_no_batch_script
 from stepkeeper.slurm.pyslurm_client import ClientKind, choose
@@ -67,13 +67,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     command.add_argument("--json", action="store_true", help="with --print-config or --dry-run: one JSON document")
     add_cmd(command)
-    command.set_defaults(execute=execute)
+    command.set_defaults(execute=execute, is_service=True)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Supervise until the attempt ends."""
     if arguments.print_config or arguments.dry_run:
-        return _show(arguments)
+        return printing.safely(_show, arguments)
     if arguments.json:
         raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
     try:
@@ -118,10 +118,13 @@ def _supervise(arguments: argparse.Namespace) -> int:
     allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
     if not batch:
         require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
-    cluster = _cluster(client, clock)
+    cluster = patiently(client.settings)
+    clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))  # how the cluster's clock stands to ours
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
     script, following = _script(command, config)
-    merged = _merge_spool(directory)
+    merged = 0
+    with contextlib.suppress(OSError):  # what fails is left for the next attempt
+        merged = journal.merge_spool(directory.journal)
     carried = attempt.carried(directory)
     kind, _, python = settings.slurm_client.partition(":")
     slurm = patiently(lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable))
@@ -187,12 +190,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
     attempt.say_framework(following, command, settings, log)
     if batch:
         attempt.note_submission(directory, allocation, sys.argv[1:], log)
-    _say_what_surprises(log, batch=batch, emptied=emptied, kept=directory.path / "logs")
-    if merged:
-        log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
-    _say_doubts(log, own_script.doubts(command, script, append=settings.resume_argument))
-    if allocation.overcommit:
-        log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
+    doubts = own_script.doubts(command, script, append=settings.resume_argument)
+    _say_what_surprises(log, setting, allocation, doubts, emptied=emptied, merged=merged)
     inbox.put(
         on.AttemptStarted(
             at=clock.now(),
@@ -263,50 +262,46 @@ def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found,
         return script, None
 
 
-def _cluster(client: SlurmCommands, clock: Clock) -> ClusterSettings:
-    """Return the settings of the cluster; learn how its clock stands to ours."""
-    cluster = patiently(client.settings)
-    clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))
-    return cluster
-
-
-def _say_what_surprises(log: structlog.typing.FilteringBoundLogger, *, batch: bool, emptied: bool, kept: Path) -> None:
-    """Say what this job does that its owner may not expect."""
-    if not batch:
+def _say_what_surprises(
+    log: structlog.typing.FilteringBoundLogger,
+    setting: Setting,
+    allocation: Allocation,
+    doubts: own_script.Doubts,
+    *,
+    emptied: bool,
+    merged: int,
+) -> None:
+    """Say what this job does that its owner may not expect, and at the first launch why a resume may fail."""
+    if not setting.assignment.batch:
         log.warning("no_batch_script", why=NO_BATCH_SCRIPT)
     if emptied:
-        log.warning(
-            "log_emptied", ask_for="sbatch --open-mode=append", why=f"Slurm empties it at each attempt; copies: {kept}"
-        )
-
-
-def _say_doubts(log: structlog.typing.FilteringBoundLogger, doubts: own_script.Doubts) -> None:
-    """Say at the first launch why a resume may fail, and not at the first resume."""
+        why = f"Slurm empties it at each attempt; copies: {setting.directory.path / 'logs'}"
+        log.warning("log_emptied", ask_for="sbatch --open-mode=append", why=why)
+    if merged:
+        log.warning("spool_merged", records=merged, why="the shared storage did not take them in an earlier attempt")
     if doubts.no_place:
         log.warning("no_place_for_resume", why=doubts.no_place)
     if doubts.unknown:
         log.warning("resume_argument_unknown", why=doubts.unknown)
     if doubts.no_way:
         log.warning("no_way_to_resume", why=doubts.no_way)
+    if allocation.overcommit:
+        log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
 
 
-def _sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Sources:
-    return resolve.gather(resolve.read_flags(arguments), environment)
-
-
-@printing.reading
-def _show(arguments: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> None:
     """Print the configuration, or what would be started; needs no Slurm."""
     environment = dict(os.environ)
-    sources = _sources(arguments, environment)
+    sources = resolve.gather(resolve.read_flags(arguments), environment)
     if arguments.print_config:
-        return dry_run.show_config(sources, environment, as_json=arguments.json)
-    return dry_run.show(sources, environment, read_cmd(arguments.cmd, "run"), as_json=arguments.json)
+        dry_run.show_config(sources, environment, as_json=arguments.json)
+    else:
+        dry_run.show(sources, environment, read_cmd(arguments.cmd, "run"), as_json=arguments.json)
 
 
 def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[Config, paths.RunDirectory]:
     """Return the configuration and the run directory, which holds a part of it."""
-    sources = _sources(arguments, environment)
+    sources = resolve.gather(resolve.read_flags(arguments), environment)
     path = attempt.continued(environment) or paths.expand_pattern(sources.resolve().settings.run_dir, environment)
     config = sources.resolve(path)
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
@@ -329,14 +324,6 @@ def patiently(call: Callable[[], T]) -> T:
             _say(f"Slurm does not answer ({error}); asking again")
         time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
         pause_s = min(2 * pause_s, 30.0)
-
-
-def _merge_spool(directory: paths.RunDirectory) -> int:
-    """Take over what an earlier attempt could only write to this node's disk; what fails is left for the next one."""
-    try:
-        return journal.merge_spool(directory.journal)
-    except OSError:
-        return 0
 
 
 def _lease(

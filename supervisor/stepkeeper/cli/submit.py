@@ -34,7 +34,7 @@ from stepkeeper.slurm import cmd, requeue
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import SlurmCommands, job_state
 from stepkeeper.submit import own_script, preflight, sbatch
-from stepkeeper.submit.plan import METRICS_NAME, measure
+from stepkeeper.submit.plan import measure
 from stepkeeper.submit.sbatch import Wanted, notice_s, program, render
 from stepkeeper_trainer.formats import lease
 
@@ -75,8 +75,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     _add_resume(subcommands)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Render, check, submit."""
     wanted = _wanted(arguments)
     script = render(wanted)
@@ -85,7 +84,8 @@ def execute(arguments: argparse.Namespace) -> int:
     config = _configure(arguments, wanted)
     run_dir = config.settings.run_dir
     try:
-        here = _site(wanted)
+        here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
+        here = here if wanted.partition is not None else site.only_default(here)
         attempt_s = _limit(wanted, here)
         findings = _findings(here)
         _say_busy(run_dir, wanted)
@@ -98,19 +98,21 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         if arguments.json:
             lines = [not_checked] if not_checked else [_line(each) for each in findings]
-            printing.say_json({"script": script, "findings": lines}, indent=2)
+            printing.say_json({"script": script, "findings": lines})
         else:
             sys.stdout.write(script)
             _warn(findings)
-        return ExitCode.FINISHED
+        return
     _warn(findings)
     sbatch.check(script)
     job = sbatch.submit(script)
     where = _where(run_dir, job, wanted)
-    if not _is_array(wanted):
+    # each task of an array has a run of its own
+    is_array = any(option.startswith(("--array", "-a")) for option in wanted.sbatch) or "SBATCH_ARRAY_INX" in os.environ
+    if not is_array:
         _note(where, job, script, config)
     if arguments.json:
-        printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script}, indent=2)
+        printing.say_json({"job": job, "run_dir": where, "notice_s": notice_s(wanted), "script": script})
     else:
         printing.say(f"job {job} is submitted")
         printing.say(f"  run directory  {where}")
@@ -120,12 +122,6 @@ def execute(arguments: argparse.Namespace) -> int:
         printing.say(f"  see            stepkeeper status {shlex.quote(where)}")
         printing.say(f"  stop           stepkeeper stop {shlex.quote(where)} (saves first), or scancel {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(str(job)), time.time())}")
-    return ExitCode.FINISHED
-
-
-def _is_array(wanted: Wanted) -> bool:
-    """Tell whether each task of the job has a run of its own."""
-    return any(option.startswith(("--array", "-a")) for option in wanted.sbatch) or "SBATCH_ARRAY_INX" in os.environ
 
 
 def _note(where: str, job: int, script: str, config: Config) -> None:
@@ -138,7 +134,7 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
             job=str(job),
             at=time.time(),
             directory=os.getcwd(),
-            log=_log_of(str(job)),
+            log=requeue.log_of(str(job)),
             script=script,
             environment=submission.settings(os.environ),
         )
@@ -146,14 +142,6 @@ def _note(where: str, job: int, script: str, config: Config) -> None:
         find.remember(directory.path, os.environ)
     except (StepkeeperError, OSError) as error:
         printing.warn(f"warning: the job is submitted, and the commands know its run only when it starts: {error}")
-
-
-def _log_of(job: str) -> str:
-    """Return where a job's log is, as a help for people; empty where Slurm does not say it, or the job is over."""
-    try:
-        return requeue.log_of(job)
-    except SlurmError:
-        return ""
 
 
 def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
@@ -234,8 +222,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     training = read_cmd(arguments.cmd, "submit")
     save_s = None
     if arguments.like is not None:
-        directory = find.find(arguments.like, os.environ)
-        save_s = measure(directory.journal, directory.path / METRICS_NAME).persist_s
+        save_s = measure(find.find(arguments.like, os.environ)).persist_s
     return Wanted(
         command=training,
         program=program(),
@@ -281,12 +268,6 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _site(wanted: Wanted) -> Site:
-    """Return the cluster as this job will see it.  Raises `SlurmError`."""
-    here = site.gather(partition=wanted.partition, save_s=wanted.save_s)
-    return here if wanted.partition is not None else site.only_default(here)
-
-
 def _findings(here: Site) -> list[Finding]:
     """Return what the doctor says that this job should know."""
     return [
@@ -326,8 +307,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     command.set_defaults(execute=resume)
 
 
-@printing.reading
-def resume(arguments: argparse.Namespace) -> int:
+def resume(arguments: argparse.Namespace) -> None:
     """Submit a run again."""
     wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
     if wrong is not None:
@@ -342,16 +322,15 @@ def resume(arguments: argparse.Namespace) -> int:
     document = {"run_directory": str(run.path), "as_job": submission.job, "sbatch": _sbatch_line(submission, more)}
     if arguments.dry_run:
         if arguments.json:
-            printing.say_json({**document, "script": submission.script}, indent=2)
-        return ExitCode.FINISHED
+            printing.say_json({**document, "script": submission.script})
+        return
     job = _submit(run, submission, more)
     if arguments.json:
-        printing.say_json({**document, "job": job}, indent=2)
+        printing.say_json({**document, "job": job})
     else:
         printing.say(f"job {job} is submitted; it continues {run.path}")
         printing.say(f"  see            stepkeeper status {job}")
         printing.say(f"  Slurm says     {queue.words(queue.query(job), time.time())}")
-    return ExitCode.FINISHED
 
 
 def _newest_job(run: RunDirectory) -> str:
@@ -458,7 +437,8 @@ def _submit(run: RunDirectory, submission: Submission, more: list[str]) -> str:
         code = ExitCode.NO_SLURM if error.unreachable else ExitCode.START_FAILED
         raise StepkeeperError(f"Slurm refuses the job: {error}", code) from error
     try:
-        submissions.write(run.path, msgspec.structs.replace(submission, job=job, at=time.time(), log=_log_of(job)))
+        again = msgspec.structs.replace(submission, job=job, at=time.time(), log=requeue.log_of(job))
+        submissions.write(run.path, again)
         find.remember(run.path, os.environ)
     except OSError as error:
         printing.warn(f"warning: job {job} is submitted, and not noted in the run directory: {error}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import opened
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent.xid import catalogue as catalogues
@@ -59,8 +58,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.set_defaults(execute=execute)
 
 
-@printing.reading
-def execute(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> None:
     """Explain, list or parse."""
     if arguments.parse is not None and arguments.code is not None:
         raise StepkeeperError("CODE and --parse: use one of them", ExitCode.USAGE)
@@ -68,13 +66,14 @@ def execute(arguments: argparse.Namespace) -> int:
         raise StepkeeperError("--allow-injected is about a log: use it with --parse", ExitCode.USAGE)
     known = catalogues.load(arguments.catalogue)
     if arguments.parse is not None:
-        return _parse(arguments.parse, known, as_json=arguments.json, allow_injected=arguments.allow_injected)
-    if arguments.code is not None:
-        return _explain(arguments.code, known, as_json=arguments.json)
-    return _list(known, as_json=arguments.json)
+        _parse(arguments.parse, known, as_json=arguments.json, allow_injected=arguments.allow_injected)
+    elif arguments.code is not None:
+        _explain(arguments.code, known, as_json=arguments.json)
+    else:
+        _list(known, as_json=arguments.json)
 
 
-def _explain(code: int, known: Catalogue, *, as_json: bool) -> int:
+def _explain(code: int, known: Catalogue, *, as_json: bool) -> None:
     row = known.rows.get(code) or known.switch_rows.get(code)
     if row is None:
         raise StepkeeperError(
@@ -83,7 +82,7 @@ def _explain(code: int, known: Catalogue, *, as_json: bool) -> int:
             ExitCode.NOTHING_FOUND,
         )
     if as_json:
-        printing.say_json(_document(row), indent=2)
+        printing.say_json(_document(row))
     elif isinstance(row, SwitchRow):
         printing.say(f"SXID {code} (NVSwitch): {row.meaning}")
         printing.say(f"  severity  {_SWITCH_WORDS[row.severity]}")
@@ -99,21 +98,19 @@ def _explain(code: int, known: Catalogue, *, as_json: bool) -> int:
         ):
             if value:
                 printing.say(f"  {name:<8}  {value}")
-    return ExitCode.FINISHED
 
 
-def _list(known: Catalogue, *, as_json: bool) -> int:
+def _list(known: Catalogue, *, as_json: bool) -> None:
     rows = [known.rows[code] for code in sorted(known.rows)]
     switch_rows = [known.switch_rows[code] for code in sorted(known.switch_rows)]
     if as_json:
         document = {"xids": [_document(row) for row in rows], "sxids": [_document(row) for row in switch_rows]}
-        printing.say_json(document, indent=2)
-        return ExitCode.FINISHED
+        printing.say_json(document)
+        return
     table = [("CODE", "ACTION", "FAULT OF", "MEANING")]
     table += [(str(row.code), row.action.value, row.domain.value, row.meaning) for row in rows]
     table += [(str(row.code), row.severity.value, "nvswitch", row.meaning) for row in switch_rows]
     printing.say_table(table, right=frozenset({0}))
-    return ExitCode.FINISHED
 
 
 def _document(row: Row | SwitchRow) -> dict[str, Any]:
@@ -122,47 +119,22 @@ def _document(row: Row | SwitchRow) -> dict[str, Any]:
     return {"sxid" if isinstance(row, SwitchRow) else "xid": code, **document}
 
 
-def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) -> int:
+def _parse(name: str, known: Catalogue, *, as_json: bool, allow_injected: bool) -> None:
     if not as_json:
         _say_columns("FAULT", "PCI", "ACTION", "FAULT OF", "WHY")
-    with _opened(name) as file:
-        for sighting in scan(_reader(name, file), allow_injected=allow_injected):
+
+    def read(count: int) -> bytes:
+        sys.stdout.flush()  # faults of a log that still grows are shown at once
+        return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # it is buffered
+
+    with opened(name, "a file with lines of a kernel log") as file:
+        for sighting in scan(read, allow_injected=allow_injected):
             fault = judge(sighting.report, at=0.0, source=Source.KERNEL, catalogue=known, gpu=sighting.gpu)
             if as_json:
-                printing.say_json(_found(sighting, fault, known))
+                printing.say_json_line(_found(sighting, fault, known))
             else:
                 why = f"{fault.instance}: {fault.why}" if fault.instance else fault.why
                 _say_columns(fault.name, fault.pci or "-", fault.action.value, fault.domain.value, why)
-    return ExitCode.FINISHED
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    stdin = name == "-"
-    try:
-        file = open(0 if stdin else name, "rb", closefd=not stdin)  # noqa: SIM115 - closed below
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise _unreadable(name, error) from error
-    with file:
-        yield file
-
-
-def _reader(name: str, file: BinaryIO) -> Callable[[int], bytes]:
-    """Return a function that reads what is there: faults of a log that still grows are shown at once."""
-
-    def read(count: int) -> bytes:
-        sys.stdout.flush()
-        try:
-            return file.read1(count)  # type: ignore[attr-defined, no-any-return]  # both kinds of file are buffered
-        except OSError as error:
-            raise _unreadable(name, error) from error
-
-    return read
-
-
-def _unreadable(name: str, error: OSError | ValueError) -> StepkeeperError:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return StepkeeperError(f"{name}: {why}: name a file with lines of a kernel log, or -", ExitCode.NOTHING_FOUND)
 
 
 def _found(sighting: Sighting, fault: Fault, known: Catalogue) -> dict[str, Any]:

@@ -9,15 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import msgspec
 
 from stepkeeper.cli import printing
 from stepkeeper.run_analytics import queue, reading
+from stepkeeper.run_analytics.glance import Glance, changed_at, glance, line, place
 from stepkeeper.run_analytics.model import Accounts, micro
 from stepkeeper.run_analytics.queue import Queued
-from stepkeeper.run_analytics.screen import Glance, asks_slurm, changed_at, glance, is_over, line, place, screen
+from stepkeeper.run_analytics.screen import screen
 from stepkeeper.run_store.journal import Record
 from stepkeeper.run_store.paths import RunDirectory
 
@@ -31,11 +31,7 @@ ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen 
 TOP, REST, BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-class _Left(Exception):  # noqa: N818 - no error: somebody has seen enough
-    """A signal asks us to leave; the terminal is put back first."""
-
-
-def follow(run: RunDirectory, *, sleep: Callable[[float], None] = time.sleep) -> int:
+def follow(run: RunDirectory, *, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show a run until it is over for good, or somebody presses Ctrl-C.
 
     Raises:
@@ -46,24 +42,20 @@ def follow(run: RunDirectory, *, sleep: Callable[[float], None] = time.sleep) ->
             _draw(run, sleep)
         else:
             _tell(run, sleep)
-    return 0
 
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
     """End the block without an error at Ctrl-C, SIGTERM and SIGHUP."""
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
     try:
         yield
-    except (KeyboardInterrupt, _Left):
+    except KeyboardInterrupt:
         pass  # somebody has seen enough
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave(_: int, __: FrameType | None) -> None:
-    raise _Left
 
 
 class Look:
@@ -85,7 +77,7 @@ class Look:
         changed = changed_at(self._run)
         if changed != self._changed_at:
             self._seen, self._changed_at = glance(self._run), changed
-        return msgspec.structs.replace(self._seen, queued=self._ask(asks_slurm(self._seen, time.time())))
+        return msgspec.structs.replace(self._seen, queued=self._ask(self._seen.asks_slurm(time.time())))
 
     def _ask(self, job: str | None) -> Queued | None:
         """Return what Slurm said last of a job; it is asked now and then."""
@@ -118,7 +110,7 @@ class _Accounts:
 
     def as_of(self, seen: Glance, now: float) -> Accounts | None:
         """Return the newest ones; while a job waits in the queue that time counts, though nobody writes of it."""
-        waits = seen.waiting is not None and not is_over(seen)
+        waits = seen.waiting is not None and not seen.is_over
         if self.newest is None or not waits or not self.newest.wall_total:
             return self.newest
         return self.newest.with_queue(max(0, micro(now) - self._until))
@@ -153,7 +145,7 @@ def _draw(run: RunDirectory, sleep: Callable[[float], None]) -> None:
             if over:
                 break
             # a long run's accounts take seconds: what is quick to know stands there already
-            before, over = accounts.newest, is_over(seen)
+            before, over = accounts.newest, seen.is_over
             if over:
                 accounts.look_again()
             elif accounts.look() is before:
@@ -187,7 +179,7 @@ def _tell(run: RunDirectory, sleep: Callable[[float], None]) -> None:
             printing.say(line(seen, now))
             step, progress_due_at = newest, time.monotonic() + PROGRESS_EVERY_S
         sys.stdout.flush()
-        if is_over(seen):
+        if seen.is_over:
             return
         sleep(EVERY_S)
 

@@ -10,7 +10,7 @@ import msgspec
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.causes import Cause, Notice, SkippedData
+from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.reason_text import tag, text
@@ -26,28 +26,7 @@ _NOTICES = {
     Notice.CANCELLED: Ending.CANCELLED,
 }
 _FOUND = {Cause.HANG: Ending.HANG, Cause.NUMERICAL: Ending.LOSS}  # what the rules themselves see of a launch
-# a later, stronger reason takes the place of an earlier one: a rank that failed since its node did
-_STRENGTH = (
-    Ending.RUNNING,
-    Ending.NO_WORD,
-    Ending.STOPPED,
-    Ending.RESTARTED,
-    Ending.FAILURE,
-    Ending.LOSS,
-    Ending.HANG,
-    Ending.NODE,
-    Ending.REQUEUED,
-    Ending.TIME_LIMIT,
-    Ending.PREEMPTED,
-    Ending.CANCELLED,
-    Ending.SUPERSEDED,
-    Ending.FINISHED,
-)
-
-
-def outweighs(one: Ending, other: Ending) -> bool:
-    """Tell whether one reason takes the place of another."""
-    return _STRENGTH.index(one) > _STRENGTH.index(other)
+_STRENGTH = {each: strength for strength, each in enumerate(Ending)}
 
 
 def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0912 - one case an event
@@ -80,7 +59,7 @@ def ending(record: Record, launch: Launch) -> Ending | None:  # noqa: C901, PLR0
         case on.RankExited() if record.phase is not Phase.TRAINING:
             failed = event.signal is not None or event.code not in (0, 75)
             return Ending.FAILURE if failed else Ending.STOPPED
-        case on.Tick() | on.WatcherReady() if _leaves_node(record):
+        case on.Tick() | on.WatcherReady() if any(isinstance(each, because.NodesLost) for each in record.reasons):
             return Ending.NODE
         case _ if record.phase in (Phase.SAVING, Phase.STOPPING) and record.reasons and launch.ending is Ending.RUNNING:
             asked = isinstance(event, on.Requested | on.SignalReceived | on.NodeSignaled)
@@ -101,10 +80,6 @@ def _ends_well(record: Record) -> bool:
     exits = [effect for effect in record.effects if isinstance(effect, do.Exit)]
     ended = any(isinstance(each, because.CommandEnded) for each in record.reasons)
     return ended or any(effect.code == 0 for effect in exits)
-
-
-def _leaves_node(record: Record) -> bool:
-    return any(isinstance(each, because.NodesLost) for each in record.reasons)
 
 
 def decide(launch: Launch, record: Record) -> None:
@@ -148,12 +123,16 @@ class Incidents(msgspec.Struct, kw_only=True):
         self.losses[record.attempt] = record.node_losses
         new = record.skipped_data[self.windows :]  # an attempt takes over those of the one before
         self.windows = max(self.windows, len(record.skipped_data))
-        found = ((*said, False) for said in (*_of(record, lost=lost), *_windows(new)))
-        for kind, what, node, is_all in (*_reported(record), *found):
+        left_out = [("data left out", left_out_in_words(each.step, each.steps), "") for each in new]
+        others = ((*each, None) for each in (*_of(record, lost=lost), *left_out))
+        for kind, what, node, reasons in (*_reported(record), *others):
             if len(self.found) >= INCIDENTS_MAX:
                 del self.found[0]
                 self.left_out += 1
-            decided = record.why if not is_all else _ordered(record)
+            decided = record.why
+            if reasons == record.reasons:  # it says no more than the incident itself
+                ended = any(isinstance(each, do.KillRanks) for each in record.effects)
+                decided = "the launch was ended" if ended else "reported"
             self.found.append(
                 Incident(at=at, attempt=record.attempt, launch=launch, kind=kind, what=what, decided=decided, node=node)
             )
@@ -198,32 +177,23 @@ def _of(record: Record, *, lost: bool) -> Iterator[tuple[str, str, str]]:  # noq
             return
 
 
-def _windows(windows: Iterable[SkippedData]) -> Iterator[tuple[str, str, str]]:
-    for window in windows:
-        yield "data left out", left_out_in_words(window.step, window.steps), ""
-
-
-def _ordered(record: Record) -> str:
-    """Say what followed, where the decision says no more than the incident itself."""
-    return "the launch was ended" if any(isinstance(each, do.KillRanks) for each in record.effects) else "reported"
-
-
-def _reported(record: Record) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield (kind, what, node, whether the decision says no more than that)."""
+def _reported(record: Record) -> Iterator[tuple[str, str, str, because.Why | None]]:
+    """Yield (kind, what, node, reasons) of what observers have found."""
     for reason in record.reasons if isinstance(record.event, on.Progressed) else ():
         if isinstance(reason, because.LossWrong):
-            yield "loss", text((reason,)), "", record.reasons == (reason,)
+            yield "loss", text((reason,)), "", (reason,)
     for effect in record.effects:
-        if isinstance(effect, do.ReportSlowNode) and effect.loading:
-            yield "slow data loader", text(effect.reasons), effect.node, effect.reasons == record.reasons
-        elif isinstance(effect, do.ReportSlowNode) and not effect.over:
-            yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node, False
-        elif isinstance(effect, do.ReportSlowLaunch):
-            node = effect.nodes[0] if effect.nodes else ""
-            yield "slow launch", text(effect.reasons), node, effect.reasons == record.reasons
-        elif isinstance(effect, do.ReportReplay) and not effect.equal:
-            node = effect.nodes[0] if effect.nodes else ""
-            yield "replay differs", text(effect.reasons), node, effect.reasons == record.reasons
+        match effect:
+            case do.ReportSlowNode(loading=True):
+                yield "slow data loader", text(effect.reasons), effect.node, effect.reasons
+            case do.ReportSlowNode(over=False):
+                yield "slow node", f"{effect.factor:.2f} times as long for a step as the others", effect.node, None
+            case do.ReportSlowLaunch():
+                yield "slow launch", text(effect.reasons), effect.nodes[0] if effect.nodes else "", effect.reasons
+            case do.ReportReplay(equal=False):
+                yield "replay differs", text(effect.reasons), effect.nodes[0] if effect.nodes else "", effect.reasons
+            case _:
+                pass  # an order, and no finding
 
 
 def name_of(directory: str) -> str:
@@ -241,7 +211,6 @@ class History(msgspec.Struct, kw_only=True):
     verified_at: dict[str, float] = msgspec.field(default_factory=dict)  # when that was found out
     chosen: dict[str, int] = msgspec.field(default_factory=dict)  # directory -> launches that started from it
     elsewhere: dict[str, str] = msgspec.field(default_factory=dict)  # checkpoints of frameworks: name -> path
-    records: int = 0
 
 
 def read_history(records: Iterable[Record]) -> History:
@@ -256,142 +225,93 @@ class HistoryBuilder:
     """Takes the records one after the other, oldest first; `history` can be asked for at any time."""
 
     def __init__(self) -> None:
-        self.open: dict[tuple[int, int, int], Attempt] = {}
-        self.resume: dict[tuple[int, int, int], tuple[int, str]] = {}  # for the launch to come
-        self.saving: dict[Key, int] = {}  # since when
-        self.seen = History()
+        self._attempts: dict[tuple[int, int, int], Attempt] = {}
+        self._saving: dict[Key, int] = {}  # since when
+        self._seen = History()
 
     def history(self) -> History:
         """Return what the records say so far.  A timeline that is built from it changes nothing here."""
         copy = msgspec.structs.replace
-        attempts = [
-            copy(attempt, launches=[copy(launch) for launch in attempt.launches]) for attempt in self.open.values()
-        ]
-        incidents = copy(self.seen.incidents, found=list(self.seen.incidents.found))
-        return copy(self.seen, attempts=sorted(attempts, key=lambda each: each.began), incidents=incidents)
+        attempts = [copy(each, launches=[copy(launch) for launch in each.launches]) for each in self._attempts.values()]
+        incidents = copy(self._seen.incidents, found=list(self._seen.incidents.found))
+        return copy(self._seen, attempts=sorted(attempts, key=lambda each: each.began), incidents=incidents)
 
     def take(self, record: Record) -> None:
         """Take the next record."""
-        self.seen.records += 1
-        key = (record.attempt, record.job_id, record.restart_count)
+        number, job_id, restart_count = key = (record.attempt, record.job_id, record.restart_count)
         at = micro(record.event.at)
-        attempt = self.open.get(key)
+        attempt = self._attempts.get(key)
         if attempt is None:
-            attempt = Attempt(
-                number=record.attempt, job_id=record.job_id, restart_count=record.restart_count, began=at, ended=at
-            )
-            self.open[key] = attempt
+            attempt = Attempt(number=number, job_id=job_id, restart_count=restart_count, began=at, ended=at)
+            self._attempts[key] = attempt
         at = attempt.ended = max(attempt.ended, at)
         if attempt.said_end:
             return  # nothing counts after its final record
-        self._notice_nodes(attempt, record, at)
-        self._follow(attempt, record, at)
-        self._phases(attempt, record, at)
-        self._stand_still(attempt, record, at)
-        self._resume(key, record)
-        self._launches(key, attempt, record, at)
-        self.seen.incidents.take(record, at, attempt.launches[-1].number if attempt.launches else None)
+        _notice_time(attempt, record, at)
+        _notice_nodes(attempt, record, at)
+        if attempt.launches:
+            self._follow(attempt.launches[-1], record, at)
+        self._notice_checkpoints(attempt, record.event)
+        for effect in record.effects:
+            if isinstance(effect, do.StartLaunch):
+                self._start(attempt, effect, record, at)
+        self._seen.incidents.take(record, at, attempt.launches[-1].number if attempt.launches else None)
         for effect in record.effects:
             if isinstance(effect, do.Exit):
                 attempt.said_end, attempt.exit_code, attempt.why = True, effect.code, text(effect.reasons)
         if record.phase is Phase.DONE and not attempt.said_end:
             attempt.said_end, attempt.why = True, record.why
 
-    # --- nodes and phases -------------------------------------------------------------------------
-
-    def _notice_nodes(self, attempt: Attempt, record: Record, at: int) -> None:
-        if isinstance(record.event, on.AttemptStarted):
-            attempt.nodes = record.event.nodes
-            attempt.gpus_per_node = record.event.gpus_per_node or 0
-        nodes = record.nodes or (record.event.nodes if isinstance(record.event, on.AttemptStarted) else ())
-        if not nodes:
-            return
-        if not attempt.held or attempt.held[-1][1] != len(nodes):
-            attempt.held.append((at, len(nodes)))
-            for node in set(attempt.nodes) - set(nodes):
-                attempt.left.setdefault(node, at)
-
-    def _phases(self, attempt: Attempt, record: Record, at: int) -> None:
-        if not attempt.phases or attempt.phases[-1][1] != record.phase.value:
-            attempt.phases.append((at, record.phase.value))
-
-    def _stand_still(self, attempt: Attempt, record: Record, at: int) -> None:
-        if isinstance(record.event, on.Suspended):
-            free = max(attempt.began, attempt.still[-1][1] if attempt.still else attempt.began)
-            since = max(free, at - max(0, micro(record.event.seconds)))
-            if since < at:
-                attempt.still.append((since, at))
-
-    # --- launches ---------------------------------------------------------------------------------
-
-    def _resume(self, key: tuple[int, int, int], record: Record) -> None:
-        event = record.event
+    def _notice_checkpoints(self, attempt: Attempt, event: on.Event) -> None:
+        if isinstance(event, on.CheckpointVerified):
+            self._found_out(event.directory, "" if event.ok else event.problem or "damaged", event.at)
         if isinstance(event, on.CheckpointChosen):
-            self.resume[key] = (event.step or 0, event.directory or "")
+            attempt.resume = (event.step or 0, name_of(event.directory or ""))
             if event.directory:
                 self._found_out(event.directory, "", event.at)
             for skipped in event.skipped:
                 self._found_out(skipped.directory, skipped.problem, event.at)
-        if isinstance(event, on.CheckpointVerified):
-            self._found_out(event.directory, "" if event.ok else event.problem or "damaged", event.at)
 
     def _found_out(self, directory: str, problem: str, at: float) -> None:
-        self.seen.verified[name_of(directory)] = problem
-        self.seen.verified_at[name_of(directory)] = at
+        self._seen.verified[name_of(directory)] = problem
+        self._seen.verified_at[name_of(directory)] = at
 
-    def _launches(self, key: tuple[int, int, int], attempt: Attempt, record: Record, at: int) -> None:
-        for effect in record.effects:
-            if isinstance(effect, do.StartLaunch):
-                step, directory = self.resume.get(key, (0, ""))
-                if directory:
-                    self.seen.chosen[name_of(directory)] = self.seen.chosen.get(name_of(directory), 0) + 1
-                attempt.launches.append(
-                    Launch(
-                        attempt=attempt.number,
-                        number=effect.launch,
-                        began=at,
-                        nodes=effect.nodes or record.nodes or attempt.nodes,
-                        resumed_step=step,
-                        resumed_from=name_of(directory),
-                        phases=[(at, Phase.TRAINING.value)],
-                    )
-                )
+    def _start(self, attempt: Attempt, effect: do.StartLaunch, record: Record, at: int) -> None:
+        step, directory = attempt.resume
+        if directory:
+            self._seen.chosen[directory] = self._seen.chosen.get(directory, 0) + 1
+        attempt.launches.append(
+            Launch(
+                attempt=attempt.number,
+                number=effect.launch,
+                began=at,
+                nodes=effect.nodes or record.nodes or attempt.nodes,
+                resumed_step=step,
+                resumed_from=directory,
+            )
+        )
 
-    def _follow(self, attempt: Attempt, record: Record, at: int) -> None:
-        """Let the newest launch of the attempt know what happened."""
-        launch = attempt.launches[-1] if attempt.launches else None
-        if launch is None:
-            return
-        if launch.ended is None and launch.phases[-1][1] != record.phase.value:
-            launch.phases.append((at, record.phase.value))
-        self._end(launch, record)
+    def _follow(self, launch: Launch, record: Record, at: int) -> None:  # noqa: C901 - one case an event
+        """Let the newest launch of an attempt know what happened."""
+        _end(launch, record)
         event = record.event
+        key = launch.key
         if getattr(event, "launch", launch.number) != launch.number:
             return  # a late message of an earlier one
         match event:
             case on.LaunchBegan():
                 launch.all_tasks_started = True
             case on.RankHello():
-                _greet(launch, event)
+                launch.library_seen = launch.all_tasks_started = True
+                if event.resumed_step not in (None, launch.resumed_step):  # a tier had something newer
+                    launch.resumed_step, launch.resumed_from = event.resumed_step or 0, ""
             case on.Progressed():
-                rows = self.seen.progress.setdefault((attempt.number, launch.number), Rows())
+                rows = self._seen.progress.setdefault(key, Rows())
                 rows.add(event.at, event.step, math.inf if event.not_finite else event.loss, event.tokens)
-            case on.SaveBegan() | on.CheckpointCommitted() | on.SaveFailed():
-                self._save(launch, event, at)
-            case on.LaunchEnded() | on.LaunchRefused():
-                launch.ended = at if launch.ended is None else launch.ended
-            case on.Judged():
-                launch.cause, launch.evidence = event.cause.value, event.text
-            case _:
-                pass  # it says nothing of the launch itself
-
-    def _save(self, launch: Launch, event: on.SaveBegan | on.CheckpointCommitted | on.SaveFailed, at: int) -> None:
-        key = (launch.attempt, launch.number)
-        began = self.saving.pop(key, at)
-        match event:
             case on.SaveBegan():
-                self.saving[key] = at
+                self._saving[key] = at
             case on.CheckpointCommitted():
+                self._saving.pop(key, None)
                 save = Saved(
                     requested=max(launch.began, at - max(0, micro(event.seconds))),
                     durable=at,
@@ -402,24 +322,47 @@ class HistoryBuilder:
                 )
                 launch.saves.append(save)
                 if event.framework:
-                    self.seen.elsewhere[name_of(event.directory)] = event.directory
+                    self._seen.elsewhere[save.directory] = event.directory
             case on.SaveFailed():
+                began = self._saving.pop(key, at)
                 launch.saves.append(Saved(requested=began, durable=at, step=event.step, error=event.error))
+            case on.LaunchEnded() | on.LaunchRefused():
+                launch.ended = at if launch.ended is None else launch.ended
+            case on.Judged():
+                launch.cause, launch.evidence = event.cause.value, event.text
+            case _:
+                pass  # it says nothing of the launch itself
 
-    def _end(self, launch: Launch, record: Record) -> None:
-        """Find out why it ended, and what was decided; what is known later may be stronger."""
+
+def _notice_time(attempt: Attempt, record: Record, at: int) -> None:
+    if not attempt.phases or attempt.phases[-1][1] != record.phase.value:
+        attempt.phases.append((at, record.phase.value))
+    if isinstance(record.event, on.Suspended):
+        free = max(attempt.began, attempt.still[-1][1] if attempt.still else attempt.began)
+        since = max(free, at - max(0, micro(record.event.seconds)))
+        if since < at:
+            attempt.still.append((since, at))
+
+
+def _notice_nodes(attempt: Attempt, record: Record, at: int) -> None:
+    nodes = record.nodes or ()
+    if isinstance(record.event, on.AttemptStarted):
+        attempt.nodes = record.event.nodes
+        attempt.gpus_per_node = record.event.gpus_per_node or 0
+        nodes = nodes or attempt.nodes
+    if nodes and (not attempt.held or attempt.held[-1][1] != len(nodes)):
+        attempt.held.append((at, len(nodes)))
+        for node in set(attempt.nodes) - set(nodes):
+            attempt.left.setdefault(node, at)
+
+
+def _end(launch: Launch, record: Record) -> None:
+    """Find out why it ended, and what was decided; what is known later may be stronger."""
+    decide(launch, record)
+    found = ending(record, launch)
+    if found is not None and _STRENGTH[found] > _STRENGTH[launch.ending]:
+        known_better = found in (Ending.HANG, Ending.LOSS) and launch.why
+        launch.ending = found
+        if record.reasons and not known_better:
+            launch.why, launch.reason = record.why, tag(record.reasons)
         decide(launch, record)
-        found = ending(record, launch)
-        if found is not None and outweighs(found, launch.ending):
-            known_better = found in (Ending.HANG, Ending.LOSS) and launch.why
-            launch.ending = found
-            if record.reasons and not known_better:
-                launch.why, launch.reason = record.why, tag(record.reasons)
-            decide(launch, record)
-
-
-def _greet(launch: Launch, event: on.RankHello) -> None:
-    """A rank speaks; what it resumed from counts, where a tier had something newer."""
-    launch.library_seen = launch.all_tasks_started = True
-    if event.resumed_step is not None and event.resumed_step != launch.resumed_step:
-        launch.resumed_step, launch.resumed_from = event.resumed_step, ""

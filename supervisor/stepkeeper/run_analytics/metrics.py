@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -36,34 +33,29 @@ from stepkeeper_trainer.formats.durable import write_atomically
 # Counters count within an attempt: a requeued run begins anew, as `rate()` and `increase()` expect of counters.
 
 
-class Kind(StrEnum):
-    """What a metric is."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-
-
 class Metric(msgspec.Struct, frozen=True):
     """One declared metric.  Its name gives the unit, and ends in `_total` where it counts."""
 
     name: str
-    kind: Kind
     help: str
     labels: tuple[str, ...] = ()  # besides `run` and `job`
     values: tuple[str, ...] = ()  # of its label, where it is a counter
 
     @property
-    def in_seconds(self) -> bool:
-        """Tell whether it counts time."""
-        return self.name.endswith("_seconds_total")
+    def is_counter(self) -> bool:
+        """Tell whether it counts; else it is a gauge."""
+        return self.name.endswith("_total")
+
+
+Values = dict[tuple[Metric, tuple[str, ...]], float]  # by a metric and its labels' values, as it declares them
 
 
 def _gauge(name: str, text: str, *labels: str) -> Metric:
-    return Metric(f"stepkeeper_{name}", Kind.GAUGE, text, labels)
+    return Metric(f"stepkeeper_{name}", text, labels)
 
 
 def _counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Metric:
-    return Metric(f"stepkeeper_{name}_total", Kind.COUNTER, text, (label,) if label else (), tuple(values))
+    return Metric(f"stepkeeper_{name}_total", text, (label,) if label else (), tuple(values))
 
 
 INFO = _gauge("info", "Always 1; the version is a label.", "version")
@@ -119,42 +111,26 @@ REQUEUES = _counter("requeues", "Requeues that were ordered.", "outcome", ("acce
 METRICS: tuple[Metric, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Metric))
 
 
-def counters() -> Iterator[tuple[Metric, tuple[str, ...]]]:
-    """Yield each counter with each of its label's values."""
-    for metric in METRICS:
-        if metric.kind is Kind.COUNTER:
-            yield from ((metric, (value,)) for value in metric.values) if metric.labels else [(metric, ())]
-
-
-class Sample(NamedTuple):
-    """One value of a metric."""
-
-    metric: Metric
-    value: float
-    labels: tuple[str, ...] = ()  # in the order that the metric declares
-
-
-def text(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
-    """Return the exposition: each metric once, with its help, type and samples; `common` labels stand in all."""
+def text(values: Values, common: Mapping[str, str]) -> str:
+    """Return the exposition: each metric once, with its help, type and values; `common` labels stand in all."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - 2.5 MB, where wanted
     from prometheus_client.exposition import generate_latest  # noqa: PLC0415
     from prometheus_client.registry import Collector  # noqa: PLC0415
 
-    of_kind = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
-    families = {each: of_kind[each.kind](each.name, each.help, labels=(*common, *each.labels)) for each in METRICS}
-    for metric, value, labels in samples:
-        families[metric].add_metric(_utf8(*common.values(), *labels), value)
+    families: dict[Metric, CounterMetricFamily | GaugeMetricFamily] = {}
+    for each in METRICS:
+        family = CounterMetricFamily if each.is_counter else GaugeMetricFamily
+        families[each] = family(each.name, each.help, labels=(*common, *each.labels))
+    for (metric, labels), value in values.items():
+        # what is no UTF-8 becomes `?`, so that the whole file stays readable
+        words = [label.encode(errors="replace").decode() for label in (*common.values(), *labels)]
+        families[metric].add_metric(words, value)
 
     class Collected(Collector):
         def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
             return [family for family in families.values() if family.samples]
 
     return generate_latest(Collected()).decode()
-
-
-def _utf8(*labels: str) -> list[str]:
-    """Return labels' values; what is no UTF-8 becomes `?`, so that the whole file stays readable."""
-    return [label.encode(errors="replace").decode() for label in labels]
 
 
 # Counts what the journal gets, and reads the status: the samples of one supervisor at one moment.
@@ -168,103 +144,91 @@ _NOTICES = {
 
 
 class Tally:
-    """The counters of an attempt.  `take` costs the loop microseconds; `samples` is called from other threads."""
+    """The counters of an attempt.  `take` costs the loop microseconds; `values` is called from other threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # a series that began with its first count would have no increase: rates would miss what happens once
-        self._counts = Counter({each: 0 for each in counters() if not each[0].in_seconds})
-        self._seconds = {each: 0.0 for each in counters() if each[0].in_seconds}
-        self._gauges: dict[Metric, float] = {}
+        self._values: Values = {
+            (metric, labels): 0.0
+            for metric in METRICS
+            if metric.is_counter
+            for labels in ([(value,) for value in metric.values] if metric.labels else [()])
+        }
         self._phase: Phase | None = None
-        self._phase_since = 0.0
+        self._counted_until = 0.0  # of the time in that phase
         self._losses = 0
 
     def take(self, record: Record) -> None:
         """Count one record."""
         with self._lock:
             before = self._phase
-            self._take_phase(record)
+            self._count_phase(record.event.at)
+            self._phase = record.phase
             self._take_event(record, before)
             for reason in record.reasons if isinstance(record.event, on.Progressed) else ():
                 if isinstance(reason, because.LossWrong):
-                    self._counts[LOSS_ANOMALIES, (reason.rule,)] += 1
+                    self._count(LOSS_ANOMALIES, reason.rule)
             for effect in record.effects:
                 if isinstance(effect, do.StartLaunch):
-                    self._counts[LAUNCHES, ()] += 1
+                    self._count(LAUNCHES)
                 elif isinstance(effect, do.ReportSlowNode) and not effect.over:
-                    self._counts[NODES_SLOW, ()] += 1
+                    self._count(NODES_SLOW)
                 elif isinstance(effect, do.ReportReplay):
-                    self._counts[REPLAYS, ("equal" if effect.equal else "differs",)] += 1
+                    self._count(REPLAYS, "equal" if effect.equal else "differs")
                 elif isinstance(effect, do.ReportSlowLaunch):
-                    self._counts[LAUNCHES_SLOW, ()] += 1
-            self._gauges[FAILURES] = record.failures
-            if record.node_losses > self._losses:
-                self._counts[NODES_LEFT, ()] += record.node_losses - self._losses
+                    self._count(LAUNCHES_SLOW)
+            self._values[FAILURES, ()] = record.failures
+            self._count(NODES_LEFT, by=record.node_losses - self._losses)
             self._losses = record.node_losses
-
-    def _take_phase(self, record: Record) -> None:
-        at = record.event.at
-        if self._phase is None:
-            self._phase_since = at
-        else:
-            self._add(PHASE_SECONDS, (self._phase.value,), max(0.0, at - self._phase_since))
-            self._phase_since = max(at, self._phase_since)
-        self._phase = record.phase
 
     def _take_event(self, record: Record, before: Phase | None) -> None:  # noqa: C901 - one case an event
         match record.event:
             case on.AttemptStarted():
                 self._losses = record.node_losses
             case on.CheckpointCommitted() as event:
-                self._counts[CHECKPOINTS, ("committed",)] += 1
-                self._add(SAVE_SECONDS, (), max(0.0, event.seconds))
-                self._gauges[CHECKPOINT_TIME] = event.at
-                self._gauges[CHECKPOINT_BYTES] = event.bytes
-                self._gauges[CHECKPOINT_SECONDS] = event.seconds
+                self._count(CHECKPOINTS, "committed")
+                self._count(SAVE_SECONDS, by=event.seconds)
+                self._values[CHECKPOINT_TIME, ()] = event.at
+                self._values[CHECKPOINT_BYTES, ()] = event.bytes
+                self._values[CHECKPOINT_SECONDS, ()] = event.seconds
             case on.SaveFailed():
-                self._counts[CHECKPOINTS, ("failed",)] += 1
+                self._count(CHECKPOINTS, "failed")
             case on.NodeFaulted() as event:
-                self._counts[NODE_FAULTS, ("yes" if event.leave else "no",)] += 1
+                self._count(NODE_FAULTS, "yes" if event.leave else "no")
             case on.Judged() as event:
-                self._counts[LAUNCH_FAILURES, (event.cause.value,)] += 1
+                self._count(LAUNCH_FAILURES, event.cause.value)
             case on.Suspended() as event:
-                self._add(SUSPENDED_SECONDS, (), max(0.0, event.seconds))
+                self._count(SUSPENDED_SECONDS, by=event.seconds)
             case on.WatcherLost():
-                self._counts[WATCHERS_LOST, ()] += 1
+                self._count(WATCHERS_LOST)
             case on.RequeueAnswered() as event:
-                self._counts[REQUEUES, ("accepted" if event.ok else "refused",)] += 1
+                self._count(REQUEUES, "accepted" if event.ok else "refused")
             case on.SlurmAnswered() if before is not Phase.REQUEUEING:  # there it is the last look, no news
-                match record.reasons[:1]:
-                    case (because.SlurmSaid(notice=notice),) if notice in _NOTICES:
-                        self._counts[NOTICES, (_NOTICES[notice],)] += 1
-                    case _:
-                        pass
+                said = record.reasons[0] if record.reasons else None
+                if isinstance(said, because.SlurmSaid) and said.notice in _NOTICES:
+                    self._count(NOTICES, _NOTICES[said.notice])
             case _:
                 pass  # nothing that is counted
 
-    def _add(self, metric: Metric, labels: tuple[str, ...], seconds: float) -> None:
-        key = (metric, labels)
-        self._seconds[key] += seconds
+    def _count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
+        self._values[metric, labels] = self._values.get((metric, labels), 0.0) + max(0.0, by)
 
-    def samples(self, status: Status, version: str, now: float) -> list[Sample]:
+    def _count_phase(self, until: float) -> None:
+        if self._phase is not None and self._phase is not Phase.DONE:
+            self._count(PHASE_SECONDS, self._phase.value, by=until - self._counted_until)
+        self._counted_until = max(until, self._counted_until)
+
+    def values(self, status: Status, version: str, now: float) -> Values:
         """Return everything as of now; `now` is Unix seconds by the supervisor's clock."""
         with self._lock:
-            found = [Sample(metric, value, labels) for (metric, labels), value in self._counts.items()]
-            seconds = dict(self._seconds)
-            gauges = dict(self._gauges)
-            if self._phase is not None and self._phase is not Phase.DONE:
-                key = (PHASE_SECONDS, (self._phase.value,))
-                seconds[key] += max(0.0, now - self._phase_since)
-        found += [Sample(metric, value, labels) for (metric, labels), value in seconds.items()]
-        found += [Sample(metric, value) for metric, value in gauges.items()]
-        return [*found, *_of_status(status, version)]
+            self._count_phase(now)
+            return {**self._values, **_of_status(status, version)}
 
 
-def _of_status(status: Status, version: str) -> Iterator[Sample]:
-    yield Sample(INFO, 1, (version,))
-    for phase in Phase:
-        yield Sample(PHASE, float(phase.value == status.phase), (phase.value,))
+def _of_status(status: Status, version: str) -> Values:
+    found: Values = {(INFO, (version,)): 1.0}
+    found |= {(PHASE, (phase.value,)): float(phase.value == status.phase) for phase in Phase}
     values = {
         UPDATED: status.updated_at,
         STARTED: status.started_at,
@@ -278,9 +242,7 @@ def _of_status(status: Status, version: str) -> Iterator[Sample]:
         CHECKPOINT_STEP: status.checkpoint_step,
         EXIT_CODE: status.exit_code,
     }
-    for metric, value in values.items():
-        if value is not None:
-            yield Sample(metric, float(value))
+    return found | {(metric, ()): float(value) for metric, value in values.items() if value is not None}
 
 
 class TalliedJournal(JournalWriter):
@@ -369,7 +331,7 @@ def exported(
     def render() -> str:
         newest = status()
         common = {"run": directory.path.name, "job": str(newest.job_id)}
-        return text(tally.samples(newest, __version__, now()), common)
+        return text(tally.values(newest, __version__, now()), common)
 
     with contextlib.ExitStack() as closing:
         if settings.metrics_textfile:

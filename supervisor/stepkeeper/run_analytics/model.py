@@ -7,6 +7,7 @@ import statistics
 from array import array
 from enum import StrEnum
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 
@@ -14,6 +15,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper_trainer.formats.steps import COMMITTED
 
 SECOND = 1_000_000  # microseconds
+Key = tuple[int, int]  # attempt, launch
 SILENT_S = 120.0  # each step reaches the supervisor; what writes nothing for longer is pointed out
 SILENT_STEPS = 10
 
@@ -32,6 +34,11 @@ def left_out_in_words(step: int, steps: int) -> str:
     return f"the data of {steps:,} {'step' if steps == 1 else 'steps'}, at step {step:,}"
 
 
+def exit_meaning(code: int) -> str:
+    """Say what an exit code of a supervisor means, that of a newer version included."""
+    return next((each.meaning for each in ExitCode if each == code), "a code that this Stepkeeper does not know")
+
+
 def patience(step: int) -> int:
     """Return how long a run that lives may say nothing; both in microseconds, `step` the usual time of one."""
     return max(micro(SILENT_S), SILENT_STEPS * step)
@@ -40,54 +47,49 @@ def patience(step: int) -> int:
 class Use(StrEnum):
     """What a span of time went into.  Every microsecond of a run goes into exactly one."""
 
-    PRODUCTIVE = "productive"
-    LOST = "lost"
-    SAVING = "saving"
-    STARTING = "starting"
-    STOPPING = "stopping"
-    HUNG = "hung"
-    SUSPENDED = "suspended"
-    QUEUE = "queue"
-    UNKNOWN = "unknown"
-    SPARE = "spare"
+    meaning: str  # what is counted
 
-    @property
-    def meaning(self) -> str:
-        """Say what is counted here."""
-        return _MEANINGS[self]
+    PRODUCTIVE = "productive", "steps that count: no later launch did them again"
+    LOST = "lost", "steps that were redone, or would have to be, and the step that an end cut off"
+    SAVING = "saving", "training waited, or was slowed, for a checkpoint"
+    STARTING = "starting", "watchers, checkpoint, nodes, processes, loading, up to the first step"
+    STOPPING = "stopping", "ranks leave, the checkpoint is read back, the job is requeued"
+    HUNG = "hung", "no step, no save, and nobody had acted yet"
+    SUSPENDED = (
+        "suspended",
+        "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host did not run",
+    )
+    QUEUE = "queue", "between two attempts: in Slurm's queue, or no supervisor ran"
+    UNKNOWN = "unknown", "a command without the trainer library ran: its steps are not known"
+    SPARE = "spare", "nodes that were held and took no part: no time of the clock"
 
-
-_MEANINGS = {
-    Use.PRODUCTIVE: "steps that count: no later launch did them again",
-    Use.LOST: "steps that were redone, or would have to be, and the step that an end cut off",
-    Use.SAVING: "training waited, or was slowed, for a checkpoint",
-    Use.STARTING: "watchers, checkpoint, nodes, processes, loading, up to the first step",
-    Use.STOPPING: "ranks leave, the checkpoint is read back, the job is requeued",
-    Use.HUNG: "no step, no save, and nobody had acted yet",
-    Use.SUSPENDED: "nothing of the run ran: Slurm, an admin or a gang had suspended it, or its batch host did not run",
-    Use.QUEUE: "between two attempts: in Slurm's queue, or no supervisor ran",
-    Use.UNKNOWN: "a command without the trainer library ran: its steps are not known",
-    Use.SPARE: "nodes that were held and took no part: no time of the clock",
-}
+    def __new__(cls, value: str, meaning: str) -> Self:
+        """Attach the meaning to the word."""
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
 
 class Ending(StrEnum):
-    """Why a launch ended, in one word."""
+    """Why a launch ended, in one word.
+
+    A later one here takes the place of an earlier one: a rank that failed did so since its node did.
+    """
 
     RUNNING = "running"
-    FINISHED = "finished"
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time limit"
-    REQUEUED = "requeued"
-    CANCELLED = "cancelled"
-    NODE = "node"
-    HANG = "hang"
-    LOSS = "bad loss"
-    FAILURE = "failure"
+    NO_WORD = "no word"
     STOPPED = "stopped"  # a person or the training asked for it
     RESTARTED = "restarted"  # Stepkeeper ended it to go on otherwise: without a slow node, on more nodes
+    FAILURE = "failure"
+    LOSS = "bad loss"
+    HANG = "hang"
+    NODE = "node"
+    REQUEUED = "requeued"
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-    NO_WORD = "no word"
+    FINISHED = "finished"
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -131,7 +133,6 @@ class Launch(msgspec.Struct, kw_only=True):
     resumed_from: str = ""
     all_tasks_started: bool = False  # every task started
     library_seen: bool = False  # a rank with the trainer library sent a message
-    phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase) while it ran
     saves: list[Saved] = msgspec.field(default_factory=list)
     ending: Ending = Ending.RUNNING
     why: str = ""  # what ended it, in words
@@ -140,6 +141,11 @@ class Launch(msgspec.Struct, kw_only=True):
     evidence: str = ""  # its strongest piece
     decided: str = ""  # what came then, in words
     last_step: int | None = None  # from its rows
+
+    @property
+    def key(self) -> Key:
+        """By which its rows are known."""
+        return self.attempt, self.number
 
     @property
     def name(self) -> str:
@@ -162,16 +168,10 @@ class Attempt(msgspec.Struct, kw_only=True):
     gpus_per_node: int = 0  # 0: not known
     held: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (from when, nodes that it used)
     left: dict[str, int] = msgspec.field(default_factory=dict)  # node -> since when it is used no more
-    phases: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    phases: list[tuple[int, str]] = msgspec.field(default_factory=list)  # (from when, phase)
+    resume: tuple[int, str] = (0, "")  # step and directory that the next launch starts from
     still: list[tuple[int, int]] = msgspec.field(default_factory=list)  # (begin, end): the supervisor did not run
     launches: list[Launch] = msgspec.field(default_factory=list)
-
-    @property
-    def outcome(self) -> str:
-        """Say how it ended."""
-        if not self.said_end:
-            return "ended without a final record"
-        return next((each.meaning for each in ExitCode if each.value == self.exit_code), self.why)
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +244,6 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
 
 # The steps of each launch, in columns: a million rows take 32 MB.
 
-Key = tuple[int, int]  # attempt, launch
 ROWS_MAX = 20_000_000
 NONE = math.nan  # a step without a loss; one whose loss is no number has an infinite one here
 AT_MAX = 1e11  # Unix seconds beyond it are a torn line

@@ -6,6 +6,7 @@ order of the launch's nodes and the number of ranks on each, unless a rank that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -185,7 +186,5 @@ def in_words(ended: dict[int, str]) -> str:
 
 def count(found: Iterable[Node]) -> dict[NodeState, int]:
     """Count nodes by their state, in the order of the states."""
-    counts = dict.fromkeys(NodeState, 0)
-    for node in found:
-        counts[node.state] += 1
-    return {state: number for state, number in counts.items() if number}
+    counts = Counter(node.state for node in found)
+    return {state: counts[state] for state in NodeState if state in counts}

@@ -14,7 +14,7 @@ import msgspec
 
 from stepkeeper.config import resolve
 from stepkeeper.run_analytics import history, model, timeline
-from stepkeeper.run_analytics.model import Incident, micro
+from stepkeeper.run_analytics.model import Incident, Key, Rows, micro
 from stepkeeper.run_analytics.nodes import Nodes
 from stepkeeper.run_analytics.timeline import OnDisk, Timeline
 from stepkeeper.run_store import journal, lease, lines, submission
@@ -22,9 +22,9 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
+from stepkeeper_trainer.formats.plain import open_plain
 from stepkeeper_trainer.formats.verify import Cache, look_again
 
-METRICS_NAME = "metrics.csv"
 LINES_BACK_MAX = 1_500  # of the journal, for a quick look
 LOOK_AGAIN_S = 300.0  # at the files of a step directory that has not changed
 
@@ -42,13 +42,32 @@ def see(run: RunDirectory, *, now: float | None = None) -> Timeline:
     return Reader(run).see(now=now)
 
 
+def rows(run: RunDirectory, newest: int | None = None) -> dict[Key, Rows]:
+    """Return the completed steps by launch, oldest first: all, or so many of the newest.
+
+    Raises:
+        OSError: they are there and cannot be read.
+    """
+    table = model.RowTable()
+    try:
+        with open_plain(run.metrics, within=run.path) as file:
+            found = lines.forwards(file)
+            if newest is not None:
+                found = reversed(list(itertools.islice(lines.backwards(file), newest)))
+            for line in found:
+                table.take(line)
+    except FileNotFoundError:
+        pass  # no step was completed yet
+    return table.rows
+
+
 class Reader:
     """Reads a run again and again.  Of journal and metrics, each look takes what they got since the look before."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._journal = lines.Growing(run.journal)
-        self._metrics = lines.Growing(run.path / METRICS_NAME)
+        self._metrics = lines.Growing(run.metrics)
         self._builder = history.HistoryBuilder()
         self._table = model.RowTable()
         self._looked_at: dict[str, _LookedAt] = {}
@@ -79,11 +98,12 @@ class Reader:
         for name, path in said.elsewhere.items():
             if (there := look_elsewhere(Path(path))) is not None:
                 disk.setdefault(name, there)
+        status = status_file.known(self._run.status)  # one that is none says nothing; the journal counts
         return timeline.build(
             said,
             self._table.rows,
             timeline.checkpoints(said, lineages.read(checkpoints), disk),
-            updated_at=_updated_at(self._run),
+            updated_at=micro(status_file.heard_at(status)) if status is not None else None,
             now=micro(time.time() if now is None else now),
         )
 
@@ -203,11 +223,6 @@ def _add_rescues(run: RunDirectory, said: history.History) -> None:
             )
         )
     said.incidents.found.sort(key=lambda each: each.at)
-
-
-def _updated_at(run: RunDirectory) -> int | None:
-    status = status_file.known(run.status)  # one that is none says nothing; the journal counts
-    return micro(status_file.heard_at(status)) if status is not None else None
 
 
 # With what each attempt was started: its command line, code and settings, from the records in `attempts/`.

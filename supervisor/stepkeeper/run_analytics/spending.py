@@ -64,7 +64,7 @@ def stretches(attempt: Attempt, rows: Mapping[Key, Rows], step_times: Mapping[Ke
     found: list[Stretch] = []
     for begin, end in attempt.still:
         launch = _launch_at(attempt, begin, end)
-        key = (launch.attempt, launch.number) if launch is not None else (-1, -1)
+        key = launch.key if launch is not None else (-1, -1)
         known = rows.get(key)
         if not known:
             found.append((begin, end))
@@ -152,10 +152,10 @@ def spans(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends, limits
     reported = bool(rows)
     found: list[Span] = []
     step_times = {
-        (attempt.number, launch.number): step_time(known, attempt.still)
+        launch.key: step_time(known, attempt.still)
         for attempt in attempts
         for launch in attempt.launches
-        if (known := rows.get((attempt.number, launch.number)))
+        if (known := rows.get(launch.key))
     }
     typical = int(statistics.median([each for each in step_times.values() if each] or [0]))
     step_times = {
@@ -198,7 +198,7 @@ def kept_until(attempts: Sequence[Attempt], rows: dict[Key, Rows], ends: Ends) -
     limit = None if ends.finished or not ends.over else ends.durable_step
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
-            key = (launch.attempt, launch.number)
+            key = launch.key
             limits[key] = limit
             known = rows.get(key)
             began_after = min(launch.resumed_step, known.step[0] - 1) if known else launch.resumed_step
@@ -218,22 +218,18 @@ def _attempt(
     at, end = within
     for launch in attempt.launches:
         begins = min(max(at, launch.began), end)
-        ends = min(launch.ended, end) if launch.ended is not None else _replaced_at(attempt, launch, end)
-        ends = max(ends, begins)
+        # one without an end must have ended when the next one began, or with the attempt
+        replaced_at = next((other.began for other in attempt.launches if other.began > launch.began), end)
+        ends = max(min(launch.ended, end) if launch.ended is not None else replaced_at, begins)
         for piece in _by_phase(attempt.phases, at, begins):
             yield piece, None
-        key = (launch.attempt, launch.number)
-        step_us = step_times.get(key, 0)
-        for piece in _launch(launch, begins, ends, rows.get(key), limits[key], step_us=step_us, reported=reported):
+        key = launch.key
+        known, a_step = rows.get(key), step_times.get(key, 0)
+        for piece in _launch(attempt, launch, (begins, ends), known, limits[key], step_us=a_step, reported=reported):
             yield piece, launch
         at = ends
     for piece in _by_phase(attempt.phases, at, end):
         yield piece, None
-
-
-def _replaced_at(attempt: Attempt, launch: Launch, end: int) -> int:
-    """Return when a launch without an end must have ended: the next one began, or the attempt ended."""
-    return next((other.began for other in attempt.launches if other.began > launch.began), end)
 
 
 def _by_phase(phases: Sequence[tuple[int, str]], begin: int, end: int) -> Iterator[Piece]:
@@ -253,12 +249,23 @@ def _cut(phases: Sequence[tuple[int, str]], begin: int, end: int) -> Iterator[tu
 
 
 def _launch(
-    launch: Launch, begin: int, end: int, rows: Rows | None, limit: int | None, *, step_us: int, reported: bool
+    attempt: Attempt,
+    launch: Launch,
+    within: Stretch,
+    rows: Rows | None,
+    limit: int | None,
+    *,
+    step_us: int,
+    reported: bool,
 ) -> Iterator[Piece]:
+    begin, end = within
     first = bisect_left(rows.at, begin) if rows else 0
     last = bisect_right(rows.at, end) if rows else 0
     if rows is None or first >= last:
-        yield from _without_steps(launch, begin, end, reported=reported)
+        known = launch.library_seen or reported or not launch.all_tasks_started
+        for at, until, phase in _cut(attempt.phases, begin, end):
+            use = _OF_PHASE.get(phase, Use.STOPPING)
+            yield at, until, Use.STARTING if use is Use.UNKNOWN and known else use  # it never came to its first step
         return
     body_begins = max(begin, rows.at[first] - step_us)
     body_ends = rows.at[last - 1]
@@ -268,17 +275,8 @@ def _launch(
     yield from _body(rows, body_begins, body_ends, turn, taken)
     runs = launch.ending is Ending.RUNNING
     at_hand = patience(step_us) if runs else step_us  # of one that lives, nobody knows yet how long this step takes
-    yield from _tail(launch, body_ends, end, at_hand, cut_off=limit is not None or not runs)
-
-
-def _without_steps(launch: Launch, begin: int, end: int, *, reported: bool) -> Iterator[Piece]:
-    for at, until, phase in _cut(launch.phases, begin, end):
-        if phase != Phase.TRAINING.value:
-            yield at, until, _OF_PHASE.get(phase, Use.STOPPING)
-        elif launch.library_seen or reported or not launch.all_tasks_started:
-            yield at, until, Use.STARTING  # it never came to its first step
-        else:
-            yield at, until, Use.UNKNOWN
+    phases = _cut(attempt.phases, body_ends, end)
+    yield from _tail(launch, phases, at_hand, cut_off=limit is not None or not runs)
 
 
 def _taken_by_saves(saves: Sequence[Saved], rows: Rows, first: int, last: int, step_us: int) -> dict[int, int]:
@@ -323,8 +321,9 @@ def _turns_at(rows: Rows, begin: int, within: tuple[int, int], limit: int | None
     if limit is None:
         return rows.at[last - 1]
     row = first
-    while row < last and rows.step[row] <= limit:  # not sorted where a script counts strangely
-        row = _skip(rows, row, last, limit)
+    while row < last and rows.step[row] <= limit:
+        # fast where steps are sorted: they are not where a script counts strangely
+        row = max(bisect_right(rows.step, limit, row, last), row + 1)
     if row == last:
         return rows.at[last - 1]
     before_at = rows.at[row - 1] if row > first else begin
@@ -336,16 +335,9 @@ def _turns_at(rows: Rows, begin: int, within: tuple[int, int], limit: int | None
     return before_at + (rows.at[row] - before_at) * min(kept, steps) // steps
 
 
-def _skip(rows: Rows, row: int, last: int, limit: int) -> int:
-    """Return the first row from `row` on that is beyond the limit, fast where steps are sorted."""
-    found = bisect_right(rows.step, limit, row, last)
-    return max(found, row + 1)
-
-
-def _tail(launch: Launch, begin: int, end: int, at_hand: int, *, cut_off: bool) -> Iterator[Piece]:
+def _tail(launch: Launch, phases: Iterator[tuple[int, int, str]], step_left: int, *, cut_off: bool) -> Iterator[Piece]:
     """Yield what came after the last completed step."""
-    step_left = at_hand
-    for at, until, phase in _cut(launch.phases, begin, end):
+    for at, until, phase in phases:
         if phase in (Phase.CLOSING.value, Phase.REQUEUEING.value, Phase.STARTING.value):
             yield at, until, Use.STOPPING
             continue

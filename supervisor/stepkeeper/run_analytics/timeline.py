@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from stepkeeper.run_analytics.model import (
     Key,
     Launch,
     Rows,
-    Saved,
     Span,
     micro,
     patience,
@@ -86,7 +85,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         best: int | None = None
         lost = 0
         for launch in self.launches():
-            rows = self.rows.get((launch.attempt, launch.number))
+            rows = self.rows.get(launch.key)
             if not rows:
                 continue
             if best is not None:
@@ -158,7 +157,7 @@ def _hear_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> None:
     for index, attempt in enumerate(attempts):
         limit = attempts[index + 1].began if index + 1 < len(attempts) else None
         for launch in attempt.launches:
-            known = rows.get((launch.attempt, launch.number))
+            known = rows.get(launch.key)
             if not known:
                 continue
             launch.last_step = known.step[-1]
@@ -203,7 +202,7 @@ def _durable(attempts: Sequence[Attempt]) -> int:
 def _newest_rows(attempts: Sequence[Attempt], rows: dict[Key, Rows]) -> Rows | None:
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
-            if known := rows.get((launch.attempt, launch.number)):
+            if known := rows.get(launch.key):
                 return known
     return None
 
@@ -232,14 +231,16 @@ def checkpoints(said: History, lineage: Lineage | None, disk: Mapping[str, OnDis
         lineage: of the run, if there is one.
         disk: by name, what is there; None where nobody looked.
     """
-    saves = _by_directory(save for attempt in said.attempts for launch in attempt.launches for save in launch.saves)
+    all_saves = (save for attempt in said.attempts for launch in attempt.launches for save in launch.saves)
+    saves = {save.directory: save for save in all_saves if save.directory}
     commits = {commit.directory: commit for commit in lineage.commits.values()} if lineage is not None else {}
     names = dict.fromkeys((*saves, *commits, *said.verified, *(disk or ())))
     chain = set(lineage.chain()) if lineage is not None and lineage.has_steps else None
     found = []
     for name in names:
         save, commit, there = saves.get(name), commits.get(name), (disk or {}).get(name)
-        step = _step(name, save, commit.step if commit is not None else None, there)
+        named = save or commit or there
+        step = named.step if named is not None else parse_step_name(name)
         if step is None:
             continue
         save_id = commit.save_id if commit is not None else there.save_id if there is not None else ""
@@ -290,15 +291,3 @@ def condition(problem: str, *, verified: bool) -> str:
     'committed, not yet verified'
     """
     return DAMAGED if problem else VERIFIED if verified else COMMITTED
-
-
-def _by_directory(saves: Iterable[Saved]) -> dict[str, Saved]:
-    return {save.directory: save for save in saves if save.directory}
-
-
-def _step(name: str, save: Saved | None, recorded: int | None, there: OnDisk | None) -> int | None:
-    if save is not None:
-        return save.step
-    if recorded is not None:
-        return recorded
-    return there.step if there is not None else parse_step_name(name)

@@ -29,12 +29,10 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import reading, serving
 from stepkeeper.run_analytics.follow import Look, leaving
-from stepkeeper.run_analytics.model import micro
-from stepkeeper.run_analytics.nodes import Node
+from stepkeeper.run_analytics.glance import Glance
+from stepkeeper.run_analytics.model import Checkpoint, micro
 from stepkeeper.run_analytics.report import live, page
 from stepkeeper.run_analytics.report.page import About
-from stepkeeper.run_analytics.screen import Glance
-from stepkeeper.run_analytics.timeline import Timeline
 from stepkeeper.run_store.paths import RunDirectory
 
 ADDRESS = "127.0.0.1"
@@ -62,12 +60,10 @@ class Watched:
         self._run = run
         self._look = Look(run)
         self._reader = reading.Reader(run)
-        self._changing = threading.Lock()  # of what stands below
-        self._reading = threading.Lock()  # of the whole run, which may take seconds
+        self._lock = threading.Lock()  # of what stands below
         self._quick_at = self._whole_at = 0.0  # when each is due, by the monotonic clock
         self._glance = Glance(status=None)
-        self._timeline: Timeline | None = None
-        self._nodes: list[Node] = []
+        self._checkpoints: list[Checkpoint] = []
         self._parts: dict[str, str] = {}
         self._changed: dict[str, int] = {}  # part -> the version in which it changed
         self._version = 0
@@ -76,14 +72,14 @@ class Watched:
 
     def html(self) -> bytes:
         """Return the page."""
-        self._renew()
-        with self._changing:
-            return _encoded(live.document(self._about, self._parts, self._version))
+        with self._lock:
+            self._renew()
+            return live.document(self._about, self._parts, self._version).encode("utf-8", errors="replace")
 
     def news(self, since: int) -> bytes:
         """Return the parts that have changed since a version."""
-        self._renew()
-        with self._changing:
+        with self._lock:
+            self._renew()
             parts = {
                 name: self._parts[name] for name, at in self._changed.items() if at > since or since > self._version
             }
@@ -91,37 +87,25 @@ class Watched:
             return json.dumps({"version": self._version, "problem": problem, "parts": parts}).encode()  # in ASCII
 
     def _renew(self) -> None:
-        """Read anew what is due.  While one caller reads the whole run, the others see the one before."""
-        with self._changing:
-            first = self._timeline is None and "whole" not in self._problems
-        if self._reading.acquire(blocking=first):
-            try:
-                if time.monotonic() >= self._whole_at:
-                    self._read_whole()
-            finally:
-                self._reading.release()
-        with self._changing:
-            if time.monotonic() >= self._quick_at:
-                self._read_quickly()
+        """Read anew what is due."""
+        if time.monotonic() >= self._whole_at:
+            self._read_whole()
+        if time.monotonic() >= self._quick_at:
+            self._read_quickly()
 
     def _read_whole(self) -> None:
         began = time.monotonic()
         try:
             seen = self._reader.see()
             started = reading.read(self._run, (attempt.number for attempt in seen.attempts))
-            about = msgspec.structs.replace(self._about, started=started)
-            nodes = self._reader.nodes.listed(_ranks_each(started))
-            parts = live.whole_parts(seen, about, nodes)
+            self._about = msgspec.structs.replace(self._about, started=started)
+            self._checkpoints = seen.checkpoints
+            self._put(live.whole_parts(seen, self._about, self._reader.nodes.listed(_ranks_each(started))))
+            self._problems.pop("whole", None)
         except OSError as error:
-            with self._changing:
-                self._problems["whole"] = _in_words(error)
-        else:
-            with self._changing:
-                self._timeline, self._nodes, self._about = seen, nodes, about
-                self._problems.pop("whole", None)
-                self._put(parts)
-        took = time.monotonic() - began
-        self._whole_at = time.monotonic() + max(WHOLE_EVERY_S, WHOLE_TIMES * took)
+            self._problems["whole"] = _in_words(error)
+        ended = time.monotonic()
+        self._whole_at = ended + max(WHOLE_EVERY_S, WHOLE_TIMES * (ended - began))
 
     def _read_quickly(self) -> None:
         try:
@@ -130,8 +114,7 @@ class Watched:
             self._problems.pop("quick", None)
         except OSError as error:
             self._problems["quick"] = _in_words(error)
-        checkpoints = self._timeline.checkpoints if self._timeline is not None else []
-        self._put(live.now_parts(self._glance, self._about, checkpoints, time.time()))
+        self._put(live.now_parts(self._glance, self._about, self._checkpoints, time.time()))
         self._quick_at = time.monotonic() + QUICK_EVERY_S
 
     def _put(self, parts: dict[str, str]) -> None:
@@ -150,10 +133,6 @@ def _ranks_each(started: Sequence[reading.Started]) -> int | None:
 
 def _in_words(error: OSError) -> str:
     return printing.clean(f"{error.filename}: {error.strerror or error}" if error.filename else str(error))
-
-
-def _encoded(document: str) -> bytes:
-    return document.encode("utf-8", errors="replace")
 
 
 class _Handler(serving.Handler):
@@ -240,7 +219,7 @@ def listen(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None)
         raise StepkeeperError(f"--port {port}: a port is a number from 1 to 65535", ExitCode.USAGE) from error
 
 
-def serve(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None) -> int:
+def serve(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None) -> None:
     """Show a run in browsers until somebody presses Ctrl-C.
 
     Raises:
@@ -252,7 +231,6 @@ def serve(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None) 
             printing.say(line)
         sys.stdout.flush()
         server.serve_forever(poll_interval=0.5)
-    return int(ExitCode.FINISHED)
 
 
 def _how_to_open(server: serving.Server, token: str) -> list[str]:

@@ -60,6 +60,11 @@ class RunDirectory:
         return self.path / "status.json"
 
     @property
+    def metrics(self) -> Path:
+        """The completed steps, one a line."""
+        return self.path / "metrics.csv"
+
+    @property
     def checkpoints(self) -> Path:
         """The step directories."""
         return self.path / "checkpoints"

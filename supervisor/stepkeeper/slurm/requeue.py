@@ -222,8 +222,11 @@ def find_out(
 
 
 def log_of(job: str) -> str:
-    """Return where Slurm writes the log of a job; empty where it does not say.  Raises `SlurmError`."""
-    shown = call(["scontrol", "-o", "show", "job", job], CALL_WITHIN_S, what="scontrol show job")
+    """Return where Slurm writes the log of a job, as a help for people; empty where it does not say, or not answer."""
+    try:
+        shown = call(["scontrol", "-o", "show", "job", job], CALL_WITHIN_S, what="scontrol show job")
+    except SlurmError:
+        return ""
     return shown_job(shown).fields.get("StdOut", "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +14,9 @@ import msgspec
 from stepkeeper.cli import printing
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
-from stepkeeper.run_store import journal, lines
+from stepkeeper.run_analytics.model import SECOND, Rows
+from stepkeeper.run_store import journal
+from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.coordinate.cadence import (
     Costs,
     FailureRate,
@@ -24,7 +26,6 @@ from stepkeeper_trainer.coordinate.cadence import (
     productive_share,
     young_s,
 )
-from stepkeeper_trainer.formats.plain import open_plain
 
 FIXED_S = (600.0, 1800.0, 3600.0, 4 * 3600.0)  # what people set by hand
 
@@ -78,7 +79,6 @@ def plan(nodes: int, costs: Costs, *, overhead_max: float) -> Plan:
 #
 # From `journal.jsonl` (commits, nodes, losses) and `metrics.csv` (the time of each step).  Reads only.
 
-METRICS_NAME = "metrics.csv"
 SAVES_KEPT = 50  # the newest: an older library or file system is no guide
 RESTARTS_KEPT = 20
 CLOCK_STEP_S = 0.001  # metrics.csv has milliseconds
@@ -111,11 +111,6 @@ class _Attempt(msgspec.Struct):
     ended: bool = False
 
 
-class _Step(msgspec.Struct, frozen=True):
-    at: float
-    launch: tuple[int, int]
-
-
 class _Measured(msgspec.Struct):
     """What the journal holds."""
 
@@ -124,21 +119,23 @@ class _Measured(msgspec.Struct):
     lost_at: list[float]  # failures of the infrastructure
 
 
-def measure(run_journal: Path, metrics: Path) -> Measured:
+def measure(run: RunDirectory) -> Measured:
     """Read what a run has measured.  Missing files say nothing; damaged lines are passed over.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
-    found = _read_journal(run_journal)
+    from stepkeeper.run_analytics import reading  # noqa: PLC0415 - a supervisor stays small
+
+    found = _read_journal(run.journal)
     saves, attempts = found.saves[-SAVES_KEPT:], found.attempts
-    steps = list(_read_steps(metrics))
+    launches = list(reading.rows(run).values())
     return Measured(
         nodes=attempts[-1].nodes if attempts else None,
         saves=len(saves),
         persist_s=_median([save.durable_at - save.requested_at for save in saves]),
-        blocked_s=_median(_taken_by_saves(saves, steps)),
-        restart_s=_median(_restarts(steps)[-RESTARTS_KEPT:]),
+        blocked_s=_median(_taken_by_saves(saves, launches)),
+        restart_s=_median(_restarts(launches)[-RESTARTS_KEPT:]),
         node_hours=sum(_hours(attempt) for attempt in attempts),
         failures=len(found.lost_at),
         rate=_rate(found),
@@ -192,49 +189,29 @@ def _median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _read_steps(metrics: Path) -> Iterator[_Step]:
-    """Yield the rows of `metrics.csv` that can be read, as they were written."""
-    try:
-        file = open_plain(metrics, within=metrics.parent)
-    except FileNotFoundError:
-        return
-    with file:
-        for line in lines.forwards(file):
-            cells = line.decode(errors="replace").split(",")
-            try:
-                at, launch = float(cells[5]), (int(cells[6]), int(cells[7]))
-            except (ValueError, IndexError):
-                continue  # the header, or torn
-            if math.isfinite(at):
-                yield _Step(at, launch)
+def _restarts(launches: Sequence[Rows]) -> list[float]:
+    """Return the times from the last step of one launch to the first of the next, in seconds."""
+    times = ((after.at[0] - before.at[-1]) / SECOND for before, after in pairwise(launches))
+    return [each for each in times if each > 0]
 
 
-def _restarts(steps: list[_Step]) -> list[float]:
-    """Return the times from the last step of one launch to the first of the next."""
-    return [
-        after.at - before.at
-        for before, after in pairwise(steps)
-        if after.launch != before.launch and after.at > before.at
-    ]
-
-
-def _taken_by_saves(saves: list[Save], steps: list[_Step]) -> list[float]:
+def _taken_by_saves(saves: list[Save], launches: Sequence[Rows]) -> list[float]:
     """Return what each save took from training: how much longer than the median its steps lasted, in sum.
 
     Steps count from the request until the first step that began after the save was durable.
     """
-    pairs = [(before, after) for before, after in pairwise(steps) if before.launch == after.launch]
+    pairs = [(begin / SECOND, end / SECOND) for rows in launches for begin, end in pairwise(rows.at)]
     if not pairs:
         return []
-    usual_s = statistics.median(after.at - before.at for before, after in pairs)
-    ends = [after.at for _, after in pairs]
+    usual_s = statistics.median(end - begin for begin, end in pairs)
+    ends = [end for _, end in pairs]
     taken = []
     for save in saves:
         excess: list[float] = []
-        for before, after in pairs[bisect_right(ends, save.requested_at + CLOCK_STEP_S) :]:
-            if before.at >= save.durable_at:
+        for begin, end in pairs[bisect_right(ends, save.requested_at + CLOCK_STEP_S) :]:
+            if begin >= save.durable_at:
                 break
-            excess.append(after.at - before.at - usual_s)
+            excess.append(end - begin - usual_s)
         if excess:
             taken.append(max(0.0, sum(excess)))
     return taken

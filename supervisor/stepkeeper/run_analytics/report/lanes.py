@@ -49,33 +49,16 @@ def unit_hours(unit_time: int) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 1 or not value else f"{value:.2g}"  # noqa: PLR2004
 
 
-def count(number: int) -> str:
-    """Return a large number in few characters.
+def percent(part: float | None, whole: float = 1.0) -> str:
+    """Return a share of the whole in percent; a dash where it is not known.
 
-    >>> count(30_720), count(16_719_056_000_000)
-    ('30,720', '16.7 T')
-    """
-    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:,}"
-
-
-def share(part: int, whole: int) -> str:
-    """Return a share of the whole in percent.
-
-    >>> share(1, 3), share(1, 100_000), share(0, 5)
+    >>> percent(1, 3), percent(1e-5), percent(0, 0)
     ('33.3 %', '<0.1 %', '0 %')
     """
-    if not part or not whole:
-        return "0 %"
-    of = 100 * part / whole
-    return "<0.1 %" if of < 0.1 else f"{of:.1f} %"  # noqa: PLR2004 - what is shown has one digit
-
-
-def percent(value: float | None) -> str:
-    """Return a ratio in percent; a dash where it is not known."""
-    return "–" if value is None else f"{100 * value:.1f} %"  # noqa: RUF001 - a dash is meant
+    if part is None:
+        return "–"  # noqa: RUF001 - a dash is meant
+    of = 100 * part / whole if part else 0.0
+    return "0 %" if not of else "<0.1 %" if of < 0.1 else f"{of:.1f} %"  # noqa: PLR2004 - what is shown has one digit
 
 
 def instant(at: int) -> str:
@@ -258,7 +241,7 @@ def ended_at(launch: Launch, seen: Timeline) -> int:
     """Return when a launch ended, as far as anybody knows."""
     if launch.ended is not None:
         return launch.ended
-    rows = seen.rows.get((launch.attempt, launch.number))
+    rows = seen.rows.get(launch.key)
     return rows.at[-1] if rows else launch.began
 
 

@@ -8,27 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from stepkeeper.core.exits import ExitCode
+import msgspec
+
 from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics import nodes as node_states
-from stepkeeper.run_analytics import progress, queue
+from stepkeeper.run_analytics.glance import Glance, ending, facts, place, state, waits, waits_for, where
 from stepkeeper.run_analytics.model import Checkpoint
 from stepkeeper.run_analytics.nodes import Node
 from stepkeeper.run_analytics.report import page
-from stepkeeper.run_analytics.report.lanes import hours, instant, table, text, when
+from stepkeeper.run_analytics.report.lanes import hours, table, text, when
 from stepkeeper.run_analytics.report.page import About, Detail, section
-from stepkeeper.run_analytics.screen import (
-    WAITS_FOR,
-    Glance,
-    after,
-    exit_meaning,
-    launch_in_words,
-    place,
-    saved,
-    waits_word,
-)
 from stepkeeper.run_analytics.timeline import Timeline
-from stepkeeper.run_store.status import NO_LIBRARY, Status, heard_at, is_silent
 from stepkeeper_trainer.formats.steps import COMMITTED, VERIFIED
 
 DETAIL = Detail(columns=150, losses=160, rows=30)  # at most 1,920 points of losses and learning rates
@@ -40,6 +30,10 @@ ORDER = (
     *("checkpoints", "started", "incidents", "definitions"),
 )
 SCRIPTS = ("page.js", page.LIVE_SCRIPT)
+_CLASSES = {  # of CSS, by the words of `glance.state`
+    "pending": "waiting", "starting": "waiting", "requeued": "waiting", "gone": "silent", "no status": "silent",
+    "silent": "silent", "finished": "finished", Phase.TRAINING.value: "running",
+}  # fmt: skip
 
 
 def document(about: About, parts: dict[str, str], version: int) -> str:
@@ -60,7 +54,8 @@ def _part(name: str, drawn: str) -> str:
 
 def now_parts(seen: Glance, about: About, checkpoints: Sequence[Checkpoint], now: float) -> dict[str, str]:
     """Return the parts that a quick look makes."""
-    word, css = _standing(seen, now)
+    word = state(seen, now)
+    css = _CLASSES.get(word, "other" if seen.status is not None and seen.status.exit_code is None else "ended")
     return {
         "head": f"<header><h1>{text(about.name)} <em class=s-{css}>{text(word)}</em></h1></header>",
         "said": f"<p>{text(_sentence(seen, now))}</p>",
@@ -77,98 +72,38 @@ def whole_parts(seen: Timeline, about: About, nodes: Sequence[Node]) -> dict[str
     return found
 
 
-def _standing(seen: Glance, now: float) -> tuple[str, str]:
-    """Return one word for how it stands, and its class."""
-    status = seen.status
-    if seen.waiting is not None:
-        word = waits_word(seen).lower()
-        return word, "silent" if word == "gone" else "waiting"
-    if status is None:
-        return "no status", "silent"
-    if status.exit_code is not None:
-        words = {ExitCode.FINISHED: ("finished", "finished"), ExitCode.REQUEUED: ("requeued", "waiting")}
-        return next((said for code, said in words.items() if code == status.exit_code), ("ended", "ended"))
-    if is_silent(status, now):
-        return "silent", "silent"
-    return status.phase, "running" if status.phase == Phase.TRAINING else "other"
-
-
 def _sentence(seen: Glance, now: float) -> str:
     """Say how it stands, in words that change only when that does."""
     status = seen.status
     if seen.waiting is not None:
-        return f"{waits_word(seen).capitalize()}: {after(seen)}."
+        return f"{waits(seen).capitalize()}: {waits_for(seen, seen.waiting)}."
     if status is None:
         return "No supervisor has worked on this run yet, or its status cannot be read."
     if status.exit_code is not None:
-        return f"It ended: {exit_meaning(status.exit_code)} (exit code {status.exit_code})."
-    restarts = f" (restart {status.restart_count})" if status.restart_count else ""
-    where = f"job {queue.name(status)}{restarts}, attempt {status.attempt}, {launch_in_words(status)}"
-    if is_silent(status, now):
-        return f"The supervisor writes nothing any more: {where}. Its last phase was {status.phase}."
-    return f"{status.phase.capitalize()}: {where}."
+        return f"It ended: {ending(status.exit_code)}."
+    if seen.silent(now):
+        return f"The supervisor writes nothing any more: job {where(status)}. Its last phase was {status.phase}."
+    return f"{status.phase.capitalize()}: job {where(status)}."
 
 
 def _now(seen: Glance, checkpoints: Sequence[Checkpoint], now: float) -> str:
-    status = seen.status
-    rows: list[tuple[str, str]] = []
-    if seen.waiting is not None:
-        rows.append(("waits", f"for {_ago(seen.waiting.since, now)}, since {instant(round(seen.waiting.since * 1e6))}"))
-    if seen.queued is not None:
-        rows.append(("Slurm says", text(queue.words(seen.queued, now))))
-    if status is not None:
-        rows += _of_status(seen, status, checkpoints, now)
-    body = "".join(f"<tr><th scope=row>{name}</th><td>{value}</td></tr>" for name, value in rows)
-    return section("Now", f"<table class=facts><tbody>{body}</tbody></table>") if rows else ""
-
-
-def _of_status(seen: Glance, status: Status, checkpoints: Sequence[Checkpoint], now: float) -> list[tuple[str, str]]:
+    newest = seen.status.checkpoint_step if seen.status is not None else None
+    if newest is not None:
+        states = (each.states[0] for each in reversed(checkpoints) if each.step == newest)
+        # without one, it is newer than the newest look at the step directories
+        seen = msgspec.structs.replace(seen, checkpoint_state=next(states, COMMITTED))
+    verified = (each.step for each in reversed(checkpoints) if page.is_usable(each) and VERIFIED in each.states)
+    newest_verified = next(verified, newest)
     rows = []
-    lives = status.exit_code is None and seen.waiting is None
-    if lives and seen.phase_since is not None:
-        rows.append(("phase", f"{text(status.phase)}, for {_ago(seen.phase_since, now)}"))
-    if status.waits_for:
-        rows.append(("waits for", text(", ".join(WAITS_FOR.get(gate, gate) for gate in status.waits_for))))
-    if status.library is False and status.checkpoint_step is None:
-        rows.append(("library", text(NO_LIBRARY)))
-    else:
-        rows += _progress(seen, status, checkpoints, now)
-    rows.append(("nodes", f"{len(status.nodes):,} in use" if lives else "none in use"))
-    rows.append(("last decision", f"<div class=words>{text(status.why or 'none yet')}</div>"))
-    heard = f"the supervisor wrote {_ago(heard_at(status), now)} ago"
-    rows.append(("updated", heard if lives else f"{instant(round(status.updated_at * 1e6))}"))
-    return rows
-
-
-def _progress(seen: Glance, status: Status, checkpoints: Sequence[Checkpoint], now: float) -> list[tuple[str, str]]:
-    a_step = progress.pace(seen.rows) or status.step_seconds
-    tokens = f"{status.tokens:,} tokens" if status.tokens else ""
-    pace = f"{hours(round(a_step * 1e6))} a step" if a_step is not None and status.step is not None else ""
-    rows = [("step", text(", ".join(filter(None, (progress.steps(status), tokens, pace)))))]
-    done = progress.share(status)
-    if done is not None and status.exit_code != ExitCode.FINISHED:
-        works = status.phase == Phase.TRAINING and not is_silent(status, now) and seen.waiting is None
-        left = progress.eta(progress.seconds_left(status, seen.rows), now, works=works)
-        said = f"{100 * done:.1f} %" + (f", {left}" if left else "")
-        rows.append(
-            ("done", f'<progress value="{done:.4f}" max=1 aria-label="share of the steps"></progress> {text(said)}')
-        )
-    if loss := progress.loss(status).removeprefix("loss "):
-        rows.append(("loss", f"<b class=wrong>{text(loss)}</b>" if status.loss_not_finite else text(loss)))
-    states = next((each.states for each in reversed(checkpoints) if each.step == status.checkpoint_step), ())
-    if not states and status.checkpoint_step is not None:
-        states = (COMMITTED,)  # it is newer than the newest look at the step directories
-    rows.append(("checkpoint", f"{text(saved(seen, now))} {page.state_words(states)}"))
-    verified = next(
-        (each.step for each in reversed(checkpoints) if page.is_usable(each) and VERIFIED in each.states), None
-    )
-    if verified is not None and verified != status.checkpoint_step:
-        rows.append(("verified", f"step {verified:,}"))
-    return rows
-
-
-def _ago(since: float, now: float) -> str:
-    return text(hours(round(max(0.0, now - since) * 1e6)))
+    for label, words in facts(seen, now):
+        cell = text(words)
+        if label == "done":
+            cell = f'<progress value="{seen.share:.4f}" max=1 aria-label="share of the steps"></progress> {cell}'
+        rows.append((label, cell))
+        if label == "checkpoint" and newest_verified != newest:
+            rows.append(("verified", f"step {newest_verified:,}"))
+    body = "".join(f"<tr><th scope=row>{label}</th><td>{cell}</td></tr>" for label, cell in rows)
+    return section("Now", f"<table class=facts><tbody>{body}</tbody></table>")
 
 
 def _decisions(seen: Glance) -> str:

@@ -46,7 +46,7 @@ def curve(seen: Timeline, columns: int = COLUMNS) -> Curve | None:
     Of the steps that count, of their learning rate, and of those that were done again, there are four a column at most.
     """
     limits = seen.kept_until
-    launches = [(each, seen.rows[each.attempt, each.number]) for each in seen.launches() if _rows(seen, each)]
+    launches = [(each, rows) for each in seen.launches() if (rows := seen.rows.get(each.key))]
     if not launches:
         return None
     first = min(rows.step[0] for _, rows in launches)
@@ -58,7 +58,7 @@ def curve(seen: Timeline, columns: int = COLUMNS) -> Curve | None:
     resumes: list[tuple[int, Launch]] = []
     strange: list[tuple[int, int]] = []
     for launch, rows in launches:
-        limit = limits[launch.attempt, launch.number]
+        limit = limits[launch.key]
         until = limit if limit is not None else math.inf
         kept += _thin(rows.step, rows.loss, width, first, -math.inf, until)
         rate += _thin(rows.step, rows.rate, width, first, -math.inf, until)
@@ -85,10 +85,6 @@ def _newest(found: list[list[Point]], most: int) -> list[list[Point]]:
             break
         shown.append(points)
     return shown[::-1]
-
-
-def _rows(seen: Timeline, launch: Launch) -> Rows | None:
-    return seen.rows.get((launch.attempt, launch.number))
 
 
 def _strange(rows: Rows, count: int) -> list[tuple[int, int]]:
@@ -165,8 +161,9 @@ def picture(found: Curve) -> str:
         for step, loss in peaks(found)[:MARKS_MAX]
     ]
     out += [
-        _mark(x(first), 18, "strange", _not_finite(first, last), until=x(last))
+        _mark(x(first), 18, "strange", f"{which}: the loss is not a finite number", until=x(last))
         for first, last in found.strange[:MARKS_MAX]
+        for which in [f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"]
     ]
     svg = (
         f'<svg class=curve viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
@@ -251,11 +248,6 @@ def _steps(found: Curve) -> str:
         if (value - found.first) / whole < 0.95  # noqa: PLR2004 - the word would stand out
     )
     return f"<div class=axis>{spans}</div>"
-
-
-def _not_finite(first: int, last: int) -> str:
-    which = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-    return f"{which}: the loss is not a finite number"
 
 
 def _mark(x: float, height: float, css: str, said: str, *, until: float = 0.0) -> str:

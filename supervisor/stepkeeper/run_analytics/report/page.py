@@ -16,15 +16,13 @@ from stepkeeper.cli.printing import size
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.diagnosis import rules
-from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use
+from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use, exit_meaning
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import lanes, losses
 from stepkeeper.run_analytics.report.lanes import (
-    count,
     hours,
     instant,
     percent,
-    share,
     table,
     text,
     unit_hours,
@@ -74,15 +72,11 @@ def _mend(seen: Timeline, path: str) -> list[Advice]:
 
 
 def _again(seen: Timeline, path: str) -> Advice:
-    newest = _newest(seen.checkpoints)
+    newest = next((each for each in reversed(seen.checkpoints) if is_usable(each)), None)
     where = (
         f"step {newest.step:,} ({newest.states[0]})" if newest is not None else "the beginning: no step was committed"
     )
     return Advice(f"Submit it again as it was. It resumes from {where}.", f"stepkeeper resume {shlex.quote(path)}")
-
-
-def _newest(found: Sequence[Checkpoint]) -> Checkpoint | None:
-    return next((each for each in reversed(found) if is_usable(each)), None)
 
 
 def is_usable(found: Checkpoint) -> bool:
@@ -214,8 +208,7 @@ def _sentence(seen: Timeline) -> str:
     """Say in one short sentence how it stands; the whole reason stands below, with what to do."""
     if seen.run_state is not RunState.ENDED or seen.exit_code is None:
         return _WORDS[seen.run_state]
-    meaning = next((each.meaning for each in ExitCode if each == seen.exit_code), "it ended")
-    short = meaning.partition(":")[0].partition(";")[0]
+    short = exit_meaning(seen.exit_code).partition(":")[0].partition(";")[0]
     return f"{short[0].upper()}{short[1:]} (exit code {seen.exit_code})."
 
 
@@ -225,12 +218,11 @@ def _going_on(seen: Timeline, about: About) -> str:
     if not said:
         return ""
     why = f"<p class=note>{text(seen.why)}</p>" if seen.why else ""
-    items = "".join(f"<li>{text(each.say)}{_typed(each)}</li>" for each in said)
+    items = "".join(
+        f"<li>{text(each.say)}{f'<pre>{text(each.type, longest=COMMAND_MAX)}</pre>' if each.type else ''}</li>"
+        for each in said
+    )
     return section("How to continue", f"{why}<ol>{items}</ol>")
-
-
-def _typed(each: Advice) -> str:
-    return f"<pre>{text(each.type, longest=COMMAND_MAX)}</pre>" if each.type else ""
 
 
 def _unit(seen: Timeline) -> tuple[int, str]:
@@ -245,7 +237,7 @@ def _loss_and_tokens(seen: Timeline) -> str:
     if seen.rate is not None:
         parts.append(f"learning rate {seen.rate:.3g}")
     if seen.tokens:
-        parts.append(f"{count(seen.tokens)} tokens")
+        parts.append(f"{seen.tokens:,} tokens")
     return ", ".join(parts) or "no step was reported"
 
 
@@ -258,9 +250,9 @@ def _spent(seen: Timeline) -> str:
         (
             f'<i class="dot u-{use.value}"></i>{use.value}',
             hours(accounts.wall[use]),
-            share(accounts.wall[use], accounts.wall_total),
+            percent(accounts.wall[use], accounts.wall_total),
             unit_hours(each * accounts.node_time[use]),
-            share(accounts.node_time[use], accounts.node_total),
+            percent(accounts.node_time[use], accounts.node_total),
             f"<span class=aside>{text(use.meaning)}</span>",
         )
         for use in uses
@@ -273,7 +265,7 @@ def _spent(seen: Timeline) -> str:
 
 
 def _part(use: Use, length: int, whole: int) -> str:
-    said = text(f"{use.value}: {hours(length)}, {share(length, whole)}")
+    said = text(f"{use.value}: {hours(length)}, {percent(length, whole)}")
     return f'<i class="u-{use.value}" style="flex:{length}" tabindex=0 data-t="{said}"></i>'
 
 
@@ -314,7 +306,7 @@ def _failures(seen: Timeline, detail: Detail) -> str:
 
 def _failure(launch: Launch, seen: Timeline) -> tuple[str, ...]:
     last = launch.last_step
-    limit = seen.kept_until.get((launch.attempt, launch.number))
+    limit = seen.kept_until.get(launch.key)
     redone = max(0, last - max(limit, launch.resumed_step)) if last is not None and limit is not None else 0
     why = f"<div class=words>{text(launch.why)}</div>"
     if launch.cause:

@@ -9,6 +9,7 @@ import msgspec
 from stepkeeper.core import reasons as r
 from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.losses import DISCONTINUITY
+from stepkeeper.core.reasons import Fact
 from stepkeeper.core.state import Timer
 
 NAMED_MAX = 4
@@ -47,91 +48,101 @@ RESTING = {
     "given_back": "these nodes take no part, and are given back",
 }
 
+FAILED = {
+    "list_checkpoints": "the step directories cannot be listed",
+    "launch": "the training step could not be started",
+    "roll_back": "the training cannot go back to an older step",
+    "requeue": "Slurm does not allow the requeue, so the job may be submitted again",
+    "submit": "Slurm takes this job no more",
+}
+NODE_IS = {
+    "suspect": "the next launch does not use {node}, where launches failed",
+    "drained": "{node} is drained, so the job need not exclude it",
+    "not_clear": "a process of the launch before does not die on {node}",
+    "keeping_up": "{node} keeps up with the other nodes again",
+}
+CHECKPOINT_READ = {
+    "verified": "{directory} is verified",
+    "damaged": "{directory} is damaged: {problem}",
+    "removed": "{directory} was removed before it was read back",
+}
 
+# reasons that have no more facts than their name
+FACTS = {
+    Fact.ATTEMPT_STARTS: "the attempt starts",
+    Fact.WATCHERS_READY: "every watcher answers",
+    Fact.NOTICE_PERHAPS_MISSED: "every watcher answers again, and Slurm is asked whether a notice was missed",
+    Fact.NODES_READY: "the nodes are clear and fit",
+    Fact.STORAGE_TEST_BEGINS: "the storage is tested",
+    Fact.CHECKPOINT_BEFORE_USED: "the next launch uses the step directory before it",
+    Fact.SAVE_AGAIN: "the ranks are asked to save once more, since the newest step directory is damaged",
+    Fact.NO_LIBRARY: (
+        "no rank has the trainer library, so the script gets notices as a signal (docs/guides/own-handlers.md)"
+    ),
+    Fact.STOP_SIGNAL_INSTEAD: (
+        "the script has no trainer library, so it gets the stop signal and time until the deadline"
+    ),
+    Fact.NOTHING_TO_SAVE: "no rank has done a step in this launch, so there is nothing to save",
+    Fact.COMMIT_IN_FLIGHT: "the ranks may still complete the commit in flight",
+    Fact.SIGNAL_UNEXPLAINED: "Slurm is asked whether its signal ended the rank",
+    Fact.ENDED_AS_ASKED: "the rank had been asked to end",
+    Fact.END_UNPROVEN: "the command ended with 0, which alone is no success here, and no checkpoint shows the end",
+    Fact.COMMAND_GAVE_UP: "the command ended with 93, and must not be started again",
+    Fact.RANKS_ENDED_SILENTLY: "the ranks ended with 0, but rank 0 never said that the training is finished",
+    Fact.CAUSE_STAYS: "another start does not change that",
+    Fact.START_OVER: "no checkpoint exists, so the training starts from the beginning",
+    Fact.NEWEST_IS_BEFORE: "the newest verified step lies before the one that went wrong",
+    Fact.TIME_LIMIT_NEAR: "the time limit of the job is near",
+    Fact.WAIT_FOR_SLURM: "the launch waits for Slurm",
+    Fact.REQUEUE_FORBIDDEN: "Slurm does not requeue this job (Requeue=0): submit it again with `stepkeeper resume RUN`",
+    Fact.NO_BATCH_SCRIPT: "the job has no batch script to requeue: run again with the same --run-dir",
+    Fact.SUBMITTED_INSTEAD: "Slurm may not requeue this job, so it is submitted again",
+    Fact.NODE_STAYS: "the fault is no reason to leave the node",
+    Fact.UNFIT_NODES_LEFT: "the nodes that are not fit were left already",
+    Fact.MOST_NODES_UNFIT: "most nodes are not fit, so the cause is common to them",
+    Fact.WAIT_OVER: "the wait before the launch is over",
+    Fact.SPARE_ONLY: "the node was a spare, so the training continues",
+    Fact.WATCHERS_LEFT: "the watchers left",
+    Fact.NOTHING_TO_WATCH: "no node is left that could be watched",
+    Fact.NO_WATCHER: "no watcher answers on any node, so Slurm is asked whether it is there",
+}
 # reasons of one form; a fact with several names is a list of them
 PLAIN: dict[type[r.Reason], str] = {
-    r.AttemptStarts: "the attempt starts",
-    r.FinishedEarlier: "an earlier attempt finished the training at step {step}",
-    r.WatchersReady: "every watcher answers",
-    r.NoticePerhapsMissed: "every watcher answers again, and Slurm is asked whether a notice was missed",
     r.CheckpointFound: "the newest verified step directory is {directory}",
-    r.StorageUnusable: "the step directories cannot be listed: {error}",
-    r.NodesReady: "the nodes are clear and fit",
     r.LaunchShrinks: "the launch shrinks to {nodes} nodes",
     r.SparesLeft: "spare nodes: {nodes}",
-    r.LaunchRefused: "the training step could not be started: {error}",
-    r.StorageTestBegins: "the storage is tested",
     r.StorageTestFailed: "the storage failed its test: {problem}",
     r.StorageNotRecovered: "the storage has not recovered in {waited_s:.0f} s",
     r.StorageTestAgain: "no launch starts before the storage is tested again in {after_s:.0f} s",
-    r.CheckpointVerified: "{directory} is verified",
-    r.CheckpointDamaged: "{directory} is damaged: {problem}",
-    r.CheckpointRemoved: "{directory} was removed before it was read back",
-    r.CheckpointBeforeUsed: "the next launch uses the step directory before it",
     r.DamagedInARow: "{count} step directories in a row are damaged, so the storage is suspect and is tested",
-    r.SaveAgain: "the ranks are asked to save once more, since the newest step directory is damaged",
     r.NotAttached: "not attached to {framework}, so it saves nothing on request: {error}",
-    r.NoLibrary: (
-        "no rank has the trainer library, so the script gets notices as a signal (docs/guides/own-handlers.md)"
-    ),
-    r.StopSignalInstead: "the script has no trainer library, so it gets the stop signal and time until the deadline",
-    r.NothingToSave: "no rank has done a step in this launch, so there is nothing to save",
     r.CopiesDiffer: "copies differ between ranks, so a device may compute wrongly: {tensors}",
     r.SaveFailed: "the save of step {step} failed, and older steps are untouched: {error}",
-    r.CommitInFlight: "the ranks may still complete the commit in flight",
-    r.RanksLeave: "the ranks leave at step {step}",
-    r.SignalUnexplained: "Slurm is asked whether its signal ended the rank",
-    r.EndedAsAsked: "the rank had been asked to end",
     r.CommandEnded: "the command ended with 0, and has no trainer library to say more",
-    r.EndUnproven: "the command ended with 0, which alone is no success here, and no checkpoint shows the end",
-    r.CommandGaveUp: "the command ended with 93, and must not be started again",
-    r.RanksEndedSilently: "the ranks ended with 0, but rank 0 never said that the training is finished",
+    r.RanksLeave: "the ranks leave at step {step}",
     r.Relaunch: "the next launch is prepared",
-    r.NodeLeftFor: "the next launch does not use {node}, where launches failed",
-    r.CauseStays: "another start does not change that",
     r.DataLeftOut: "the ranks leave out the data of {steps} steps from step {step} on",
     r.DataNotLeftOut: "the ranks left out data {times} times already, so they leave out no more",
-    r.StartOver: "no checkpoint exists, so the training starts from the beginning",
-    r.NewestIsBefore: "the newest verified step lies before the one that went wrong",
     r.GoBackBelow: "the training goes back to a step before {step}",
     r.RolledBack: "the lineage leads back to {directory}",
-    r.NoWayBack: "the training cannot go back to an older step: {error}",
-    r.TimeLimitNear: "the time limit of the job is near",
     r.SlurmUnreachable: "Slurm could not be asked ({error})",
     r.SlurmAway: "Slurm has not answered for {for_s:g} s",
-    r.WaitForSlurm: "the launch waits for Slurm",
     r.NoTimeToSave: "{left_s:.1f} s are left and the quickest save took {quickest_s:.1f} s, so no save begins",
-    r.RequeueForbidden: "Slurm does not requeue this job (Requeue=0): submit it again with `stepkeeper resume RUN`",
-    r.NoBatchScript: "the job has no batch script to requeue: run again with the same --run-dir",
     r.WithoutNodes: "the requeue excludes {nodes}",
-    r.SubmittedInstead: "Slurm may not requeue this job, so it is submitted again",
-    r.RequeueNotAllowed: "Slurm does not allow the requeue, so the job may be submitted again: {error}",
-    r.JobRefused: "Slurm takes this job no more: {error}",
     r.RunDirectoryGone: "the run directory is gone: {path}",
     r.ClockSet: "Slurm's clock was set: it moved by {seconds:+.0f} s",
     r.Superseded: "job {job_id} (restart {restart_count}) holds the lease now",
-    r.NodeStays: "the fault is no reason to leave the node",
-    r.NodeDrained: "{node} is drained, so the job need not exclude it",
-    r.NodeNotClear: "a process of the launch before does not die on {node}",
     r.SlurmdGone: (
         "{node} refuses connections to slurmd, and its watcher is silent for {silent_s:g} s: the node is lost"
     ),
     r.LostRecently: "the node was lost",
-    r.UnfitNodesLeft: "the nodes that are not fit were left already",
-    r.MostNodesUnfit: "most nodes are not fit, so the cause is common to them",
-    r.WaitOver: "the wait before the launch is over",
-    r.SpareOnly: "the node was a spare, so the training continues",
     r.GrowInPlace: "{nodes} more nodes can take part in a new launch",
     r.GrowByRequeue: "the job is requeued to get {missing} missing nodes, for as many like ours are idle",
     r.WatcherGone: "the watcher of {node} is gone: {text}",
-    r.WatchersLeft: "the watchers left",
     r.BusRestarts: "the watchers were started {restarts} times again",
-    r.NothingToWatch: "no node is left that could be watched",
-    r.NoWatcher: "no watcher answers on any node, so Slurm is asked whether it is there",
     r.SilentStart: "before the first message of the trainer library, {stacks}",
     r.PartFailed: "a mistake in Stepkeeper stopped {part}, and the training continues (please report it): {error}",
     r.Suspended: "the supervisor did not run for {seconds:.0f} s, by which deadlines are put off",
-    r.KeepsUp: "{node} keeps up with the other nodes again",
 }
 
 
@@ -141,8 +152,12 @@ def text(why: Iterable[r.Reason]) -> str:
 
 
 def tag(why: r.Why) -> str:
-    """Return the tag of the first reason; empty where there is none."""
-    return str(why[0].__struct_config__.tag) if why else ""
+    """Return the name of the first reason; empty where there is none."""
+    return _name(why[0]) if why else ""
+
+
+def _name(reason: r.Reason) -> str:
+    return reason.fact.value if isinstance(reason, r.Plain) else str(reason.__struct_config__.tag)
 
 
 def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case a reason
@@ -153,6 +168,10 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
     match reason:
         case r.Sentence(text=said):
             return said
+        case r.Plain(fact=fact):
+            return FACTS[fact]
+        case r.Failed(what=failed, error=error):
+            return f"{FAILED[failed]}: {error}"
         # --- an attempt starts
         case r.FaultyNodesGiven(nodes=nodes, used=True):
             return f"Slurm gave excluded nodes ({_named(nodes)}), which are used because too few others are here"
@@ -187,6 +206,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.StorageSuspect(damaged=damaged, directories=directories):
             names = _all(directories)
             return f"{damaged} committed step directories in a row are damaged, so the storage is suspect ({names})"
+        case r.CheckpointRead(directory=directory, result=result, problem=problem):
+            return CHECKPOINT_READ[result].format(directory=directory, problem=problem)
         case r.StorageTestPassed(bytes=size, write_s=write_s, read_s=read_s, from_disk=from_disk):
             where = "the disk" if from_disk else "perhaps its memory"
             took = f"the storage took {size / MIB:g} MiB in {write_s:.3f} s"
@@ -209,6 +230,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return f"the ranks resume from step {step} instead of {start}, as a tier or the script decided"
         case r.Committed(step=step, framework=framework):
             return f"step {step} is {f'saved by {framework}' if framework else 'committed'}"
+        case r.TrainingFinished(step=step, earlier=True):
+            return f"an earlier attempt finished the training at step {step}"
         case r.TrainingFinished(step=None):
             return "the training is finished"
         case r.TrainingFinished(step=step):
@@ -272,6 +295,8 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         # --- nodes
         case r.NodeFault(node=node, name=name, text=said, gpu=gpu):
             return f"{name} on {node}{f' ({gpu})' if gpu else ''}: {said}"
+        case r.NodeIs(node=node, state=state):
+            return NODE_IS[state].format(node=node)
         case r.NodesReleased(error=error):
             return f"the nodes that were left {f'stay in the job: {error}' if error else 'are given back'}"
         case r.NodesLost(nodes=nodes, error=error):

@@ -19,7 +19,17 @@ import pytest
 from stepkeeper import reason_text
 from stepkeeper.core import events as on
 from stepkeeper.core.losses import DISCONTINUITY
-from stepkeeper.core.reasons import FaultyNodesGiven, Late, LaunchSlow, LossWrong, Reason, ReplayDiffers, Sentence
+from stepkeeper.core.reasons import (
+    Fact,
+    FaultyNodesGiven,
+    Late,
+    LaunchSlow,
+    LossWrong,
+    Plain,
+    Reason,
+    ReplayDiffers,
+    Sentence,
+)
 from stepkeeper.diagnosis import collect
 from stepkeeper.diagnosis.classify import classify
 from stepkeeper.run_analytics.metrics import Tally
@@ -61,6 +71,7 @@ def samples(kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
     found = [least, most, *({**most, name: False} for name in flags)]
     tags = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
     tags |= {"timer": tuple(reason_text.LATE)} if kind is Late else {}
+    tags |= {"fact": tuple(Fact)} if kind is Plain else {}
     found += [{**most, name: tag} for name, each in tags.items() for tag in each]
     for facts in [facts for index, facts in enumerate(found) if facts not in found[:index]]:
         yield kind(**facts)

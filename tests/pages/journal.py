@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stepkeeper import reason_text
 from stepkeeper.core import effects, events, reasons
 from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal
@@ -67,7 +68,9 @@ def page() -> str:
     for structure in _inside():
         out += [f"### {structure.__name__}", "", inspect.cleandoc(_doc(structure)), ""]
         if issubclass(structure, StrEnum):
-            out += ["One of these:", "", *(f"- `{each.value}`" for each in structure), ""]
+            words = reason_text.FACTS if structure is reasons.Fact else {}
+            said = {each: f": {words[each]}" if words else "" for each in structure}
+            out += ["One of these:", "", *(f"- `{each.value}`{said[each]}" for each in structure), ""]
         else:
             out += _fields(structure, sys.modules[structure.__module__], ())
     return "\n".join(out).rstrip() + "\n"

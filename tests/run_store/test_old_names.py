@@ -60,6 +60,7 @@ def test_every_old_tag_is_read_as_the_one_of_today() -> None:
 
 def test_reasons_that_were_merged_are_read_with_the_fact_that_they_were() -> None:
     facts: dict[str, Any] = {"nodes": ["a"], "node": "a", "text": "x", "by": "ada", "failures": 3, "stacks": "s"}
+    facts |= {"error": "full", "directory": "step_00000007", "problem": "wrong", "step": 7}
     for old, new in old_journals.REASONS.items():
         reason = {"reason": old, **facts} if old != "node_given_back" else {"reason": old}
         read = record(reasons=[reason], effects=[{"effect": "exit", "code": 0, "reasons": [reason]}])

@@ -39,7 +39,9 @@ def test_a_preemption_far_from_the_end_of_a_step_loses_none(
         assert resumed.step == step
     else:
         assert not emergency, training.story()
-        assert because.NothingToSave() in [reason for record in training.records() for reason in record.reasons]
+        assert because.Plain(because.Fact.NOTHING_TO_SAVE) in [
+            reason for record in training.records() for reason in record.reasons
+        ]
         assert resumed.step is None
     assert_complete(training, reference)
     assert_replays(training)
@@ -60,7 +62,7 @@ def test_a_preemption_before_the_first_step_after_a_resume_finds_nothing_to_save
     assert [r.event.step for r in training.events(on.CheckpointCommitted) if r.event.emergency] == [STEP]
     assert [r.event.step for r in training.events(on.CheckpointChosen)] == [None, STEP, STEP], training.story()
     reasons = [reason for record in training.records() if record.attempt == 1 for reason in record.reasons]
-    assert because.NothingToSave() in reasons, training.story()
+    assert because.Plain(because.Fact.NOTHING_TO_SAVE) in reasons, training.story()
     assert training.events(on.AttemptStarted)[2].event.failures == 0
     assert_complete(training, reference)
     assert_replays(training)

@@ -27,7 +27,7 @@ def test_a_chain_of_time_limited_jobs_needs_neither_a_signal_nor_a_hand(lab: Lab
     notices = [each.notice for each in reasons if isinstance(each, because.SlurmSaid)]
     assert Notice.TIME_LIMIT in notices, training.story()
     if not any(isinstance(record.event, on.SignalReceived) for record in first):  # Slurm may send it a minute early
-        assert because.TimeLimitNear() in reasons, training.story()
+        assert because.Plain(because.Fact.TIME_LIMIT_NEAR) in reasons, training.story()
     assert any(isinstance(record.event, on.CheckpointCommitted) and record.event.emergency for record in first)
     why = asked(training, "explain", str(training.run_dir), "--attempt", "0")
     assert "time_limit" in why, why

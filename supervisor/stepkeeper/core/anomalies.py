@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import baseline, stragglers
 from stepkeeper.core import effects as do
@@ -23,8 +23,6 @@ from stepkeeper.core.reasons import Finding, Reason, Why
 from stepkeeper.core.state import Next, Phase, State
 
 OFF, REPORT, ROLLBACK = WATCH = ("off", "report", "rollback")
-
-replace = msgspec.structs.replace
 
 
 def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
@@ -55,8 +53,6 @@ NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the 
 
 def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     """Judge the losses of steps that were done again."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     if event.worst is None:
         why: Why = (because.ReplayEqual(steps=event.steps),)
         return Decision(state, (do.ReportReplay(equal=True, steps=event.steps, reasons=why),), why)
@@ -118,8 +114,6 @@ def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
 
     The ranks end by themselves too, and that may be heard of first.
     """
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     said = because.ComputedWrongly(
         rank=event.rank,
         node=event.node,
@@ -164,7 +158,7 @@ SLOWEST_LEAST = 1.1  # times as long as the others: else no node is the slowest
 
 def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decision:
     """Compare what each node works itself for a step."""
-    if not state.launch.runs(event.launch) or state.phase is not Phase.TRAINING:
+    if state.phase is not Phase.TRAINING:
         return Decision(state)
     known, verdicts = stragglers.observe_pace(
         state.stragglers,
@@ -207,7 +201,7 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
 
 def _reason(verdict: stragglers.Verdict) -> Reason:
     if not verdict.slow:
-        return because.KeepsUp(node=verdict.node)
+        return because.NodeIs(node=verdict.node, state="keeping_up")
     how, node = verdict.how, verdict.node
     if how.loading_s is not None:
         return because.LoaderSlow(node=node, rank=how.rank, loading_s=how.loading_s, usual_s=how.usual_loading_s)

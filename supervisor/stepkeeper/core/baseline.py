@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core.policy import Policy
 
@@ -24,8 +25,6 @@ def median_mad(values: Sequence[float]) -> tuple[float, float]:
 LAUNCHES_KEPT = 6
 WORDS = 30  # of steps, without the warm-up, until a launch has a pace to compare
 SIGMAS = 4.0
-
-replace = msgspec.structs.replace
 
 
 class LaunchPace(msgspec.Struct, frozen=True, kw_only=True):

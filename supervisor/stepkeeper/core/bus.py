@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -13,8 +13,6 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
 from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State, Timer
-
-replace = msgspec.structs.replace
 
 
 def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
@@ -34,8 +32,8 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
     if state.phase in (Phase.CLOSING, Phase.REQUEUEING):
         state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, ready=frozenset()))
         if state.phase is Phase.CLOSING:
-            return closed(state, event.at, policy, (because.WatchersLeft(),))
-        return Decision(state, (), (because.WatchersLeft(),))
+            return closed(state, event.at, policy, (because.Plain(because.Fact.WATCHERS_LEFT),))
+        return Decision(state, (), (because.Plain(because.Fact.WATCHERS_LEFT),))
     why = (because.BusEnded(code=event.code, error=event.error),)
     state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED, error=event.error))
     return restart_bus(state, event.at, why, policy)
@@ -58,7 +56,7 @@ def restart_bus(
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.START_FAILED), policy)
     nodes = tuple(node for node in state.nodes.usable if node not in without)
     if not nodes:
-        return _without_bus(state, (*why, because.NothingToWatch()))
+        return _without_bus(state, (*why, because.Plain(because.Fact.NOTHING_TO_WATCH)))
     timers = state.timers
     if state.phase in (Phase.STARTING, Phase.TRAINING):
         back = at + policy.watcher_back_within_s
@@ -112,7 +110,7 @@ def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
         return Decision(more.state, (*decision.effects, *more.effects), decision.why)
     watchers = replace(state.watchers, reachability=SlurmReachability.ASKED)
     state = replace(state, watchers=watchers).waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
-    why = (because.NoWatcher(),)
+    why = (because.Plain(because.Fact.NO_WATCHER),)
     return Decision(state, (), why) if state.query.asking else query_slurm_unprompted(state, why)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -34,8 +34,6 @@ from stepkeeper.core.scale_up import on_due
 from stepkeeper.core.silence import look_at_start, on_silence
 from stepkeeper.core.state import Blame, BusStatus, Choice, Next, Phase, Plan, SlurmReachability, State, Timer
 from stepkeeper.core.storage import on_storage_late
-
-replace = msgspec.structs.replace
 
 
 def on_tick(state: State, event: on.Tick, policy: Policy) -> Decision:
@@ -135,7 +133,7 @@ def _on_launch_late(state: State, at: float, policy: Policy) -> Decision:
     """Not every task has started, or no rank has the trainer library."""
     may_have_started = state.launch.all_tasks_started or not state.identity.wrapped
     if may_have_started or state.launch.bus_restarted:  # an older bus may have got the report
-        return look_at_start(state.waiting_for_nothing(), at, policy, (because.NoLibrary(),))
+        return look_at_start(state.waiting_for_nothing(), at, policy, (because.Plain(because.Fact.NO_LIBRARY),))
     why = (because.Late(timer=Timer.TASKS_STARTED, within_s=policy.begin_within_s),)
     state = stopping(state, Plan(next=Next.RELAUNCH, why=why))
     state = replace(state, launch=replace(state.launch, first_failure=why))
@@ -155,7 +153,7 @@ def _on_start_late(state: State, at: float, policy: Policy) -> Decision:
         case Gate.CAUSE:
             return on_judge_late(state, at, policy)
         case Gate.PAUSE:
-            return go_on_starting(state, at, policy, (because.WaitOver(),))
+            return go_on_starting(state, at, policy, (because.Plain(because.Fact.WAIT_OVER),))
         case _:  # the nodes
             return _on_nodes_late(state, at, policy)
 

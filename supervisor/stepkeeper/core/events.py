@@ -369,7 +369,11 @@ class OfLaunch(Stamped, frozen=True, kw_only=True):
     launch: int
 
 
-class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
+class OfRanks(OfLaunch, frozen=True, kw_only=True):
+    """Of a launch whose ranks may run: once they are gone, `decide` takes it for late."""
+
+
+class LaunchBegan(OfRanks, frozen=True, kw_only=True, tag="launch_began"):
     """Every task of the training's Slurm step has started: all wrappers have reported.
 
     It never comes for a user's own srun line, which has no wrappers.
@@ -379,7 +383,7 @@ class LaunchBegan(OfLaunch, frozen=True, kw_only=True, tag="launch_began"):
     cold: str = ""  # why a rank was not, although standbys are on
 
 
-class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
+class RankHello(OfRanks, frozen=True, kw_only=True, tag="rank_hello"):
     """The trainer library of a rank has connected, so this launch can save and stop on request."""
 
     rank: int
@@ -390,7 +394,7 @@ class RankHello(OfLaunch, frozen=True, kw_only=True, tag="rank_hello"):
     unable: str = ""  # why it cannot save on request; empty: it can
 
 
-class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
+class RankExited(OfRanks, frozen=True, kw_only=True, tag="rank_exited"):
     """A rank's process ended.  If its exit status is unknown, `code` and `signal` are both None."""
 
     rank: int
@@ -399,7 +403,7 @@ class RankExited(OfLaunch, frozen=True, kw_only=True, tag="rank_exited"):
     signal: int | None = None
 
 
-class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
+class Progressed(OfRanks, frozen=True, kw_only=True, tag="progressed"):
     """Rank 0 completed a step.  The journal gets at most one of these a minute, unless one changed something.
 
     For a script without the trainer library, the step is read from what its framework prints.
@@ -414,7 +418,7 @@ class Progressed(OfLaunch, frozen=True, kw_only=True, tag="progressed"):
     held_step: int | None = None  # step of the newest snapshot that all nodes hold in memory
 
 
-class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
+class Replayed(OfRanks, frozen=True, kw_only=True, tag="replayed"):
     """After a resume the ranks repeated steps, and their losses were compared with those recorded the first time."""
 
     step: int  # the last repeated step
@@ -427,7 +431,7 @@ class Replayed(OfLaunch, frozen=True, kw_only=True, tag="replayed"):
     changed: str = ""  # what has changed
 
 
-class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
+class Corrupted(OfRanks, frozen=True, kw_only=True, tag="corrupted"):
     """A rank computed a micro-batch twice with different results: its device computes wrongly."""
 
     rank: int
@@ -438,7 +442,7 @@ class Corrupted(OfLaunch, frozen=True, kw_only=True, tag="corrupted"):
     gpu: str = ""
 
 
-class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
+class NodesPaced(OfRanks, frozen=True, kw_only=True, tag="nodes_paced"):
     """How long the slowest rank of each node worked for a step, without its waits for other ranks.
 
     It comes every few seconds.  The journal gets one an hour, and each that changed something.
@@ -451,7 +455,7 @@ class NodesPaced(OfLaunch, frozen=True, kw_only=True, tag="nodes_paced"):
     slowest: tuple[tuple[str, int, float], ...] = ()  # the slowest few: (node, slowest rank, its seconds to load data)
 
 
-class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
+class SaveBegan(OfRanks, frozen=True, kw_only=True, tag="save_began"):
     """All ranks have agreed to save."""
 
     step: int
@@ -459,7 +463,7 @@ class SaveBegan(OfLaunch, frozen=True, kw_only=True, tag="save_began"):
     emergency: bool = False
 
 
-class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_committed"):
+class CheckpointCommitted(OfRanks, frozen=True, kw_only=True, tag="checkpoint_committed"):
     """A step directory is complete and durable."""
 
     step: int
@@ -473,7 +477,7 @@ class CheckpointCommitted(OfLaunch, frozen=True, kw_only=True, tag="checkpoint_c
     framework: str = ""  # the framework that wrote it; `directory` is then its path
 
 
-class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
+class SaveFailed(OfRanks, frozen=True, kw_only=True, tag="save_failed"):
     """A save failed; older step directories are untouched."""
 
     step: int
@@ -482,20 +486,20 @@ class SaveFailed(OfLaunch, frozen=True, kw_only=True, tag="save_failed"):
     emergency: bool = False
 
 
-class TrainingFinished(OfLaunch, frozen=True, kw_only=True, tag="training_finished"):
+class TrainingFinished(OfRanks, frozen=True, kw_only=True, tag="training_finished"):
     """Rank 0 reports that the training is finished."""
 
     step: int
 
 
-class TrainingStopped(OfLaunch, frozen=True, kw_only=True, tag="training_stopped"):
+class TrainingStopped(OfRanks, frozen=True, kw_only=True, tag="training_stopped"):
     """Rank 0 reports that all ranks exit, because they were asked to or because the supervisor did not answer."""
 
     step: int
     save_id: str | None = None
 
 
-class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
+class LaunchEnded(OfRanks, frozen=True, kw_only=True, tag="launch_ended"):
     """The srun of the training ended: none of its ranks runs any more."""
 
     code: int
@@ -507,13 +511,13 @@ class LaunchEnded(OfLaunch, frozen=True, kw_only=True, tag="launch_ended"):
     unproven: bool = False  # exit code 0 does not prove the end here, and no checkpoint shows it
 
 
-class LaunchRefused(OfLaunch, frozen=True, kw_only=True, tag="launch_refused"):
+class LaunchRefused(OfRanks, frozen=True, kw_only=True, tag="launch_refused"):
     """The training's Slurm step could not be started."""
 
     error: str
 
 
-class StacksCollected(OfLaunch, frozen=True, kw_only=True, tag="stacks_collected"):
+class StacksCollected(OfRanks, frozen=True, kw_only=True, tag="stacks_collected"):
     """The answer to `CollectStacks`: what the ranks do."""
 
     moved: bool  # true: a rank did something else a moment later

@@ -8,6 +8,7 @@ them apart.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import Notice
@@ -21,8 +22,6 @@ from stepkeeper.core.state import LIMIT, NO_SIGNAL, NODE_TERM, State, Timer
 LEAST_S = 60.0  # of the margin, where nobody has set one
 SAVES = 3.0  # times the longest save of the run
 SHARE_MOST = 0.2  # of the attempt's whole time
-
-replace = msgspec.structs.replace
 
 
 def margin_s(state: State, policy: Policy) -> float:
@@ -44,7 +43,7 @@ def on_limit_near(state: State) -> Decision:
     state = state.beside(Timer.LIMIT, None)
     if not state.query.asking:
         state = replace(state, query=replace(state.query, signal=LIMIT))
-    return query_slurm(state, (because.TimeLimitNear(),))
+    return query_slurm(state, (because.Plain(because.Fact.TIME_LIMIT_NEAR),))
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):

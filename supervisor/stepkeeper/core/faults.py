@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import bus
 from stepkeeper.core import events as on
@@ -37,8 +37,6 @@ SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on ev
     ": killed",
 )
 
-replace = msgspec.structs.replace
-
 
 def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Decision:
     """A fault of a node's hardware: leave the node where the fault says so; else keep it as a hint."""
@@ -48,7 +46,7 @@ def on_node_faulted(state: State, event: on.NodeFaulted, policy: Policy) -> Deci
         if event.node not in state.nodes.usable or hint in state.launch.hints:
             return Decision(state)
         launch = replace(state.launch, hints=(*state.launch.hints, hint))
-        return Decision(replace(state, launch=launch), (), (*what, because.NodeStays()))
+        return Decision(replace(state, launch=launch), (), (*what, because.Plain(because.Fact.NODE_STAYS)))
     if event.node not in state.nodes.usable:
         given_up = give_up(state, event.node, what)
         drained = _drained_later(given_up.state, event)
@@ -62,7 +60,7 @@ def _drained_later(state: State, event: on.NodeFaulted) -> Decision:
         return Decision(state)
     others = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.node != event.node)
     state = replace(state, nodes=replace(state.nodes, excluded=others))
-    return Decision(state, (), (because.NodeDrained(node=event.node),))
+    return Decision(state, (), (because.NodeIs(node=event.node, state="drained"),))
 
 
 def on_nodes_released(state: State, event: on.NodesReleased) -> Decision:
@@ -80,7 +78,7 @@ def on_nodes_not_cleared(state: State, event: on.NodesNotCleared, policy: Policy
     left = [node for node in event.nodes if node in state.nodes.usable]
     if not left or len(left) == len(state.nodes.usable):
         return Decision(state.waiting_until(event.at))  # then the next rougher means: a requeue
-    why = {node: (because.NodeNotClear(node=node),) for node in left}
+    why = {node: (because.NodeIs(node=node, state="not_clear"),) for node in left}
     return _leave(state, event.at, why, policy, exclude=True)
 
 
@@ -121,14 +119,14 @@ def on_unfit(state: State, event: on.NodesCleared, policy: Policy) -> Decision:
     if found and shared and 2 * len(found) > len(state.nodes.usable):
         return _wait_for_common_cause(state, event.at, sum(left.values(), ()), policy)
     if not found:
-        return go_on_starting(state, event.at, policy, (because.UnfitNodesLeft(),))
+        return go_on_starting(state, event.at, policy, (because.Plain(because.Fact.UNFIT_NODES_LEFT),))
     rests = may_rest(state, left, policy)
     return _leave(state, event.at, left, policy, exclude=True, rests=rests)
 
 
 def _wait_for_common_cause(state: State, at: float, said: Why, policy: Policy) -> Decision:
     since = state.start.unfit_since if state.start.unfit_since is not None else at
-    why = (because.MostNodesUnfit(), *said)
+    why = (because.Plain(because.Fact.MOST_NODES_UNFIT), *said)
     if at - since >= policy.unfit_wait_s:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_UNFIT), policy)
     start = replace(state.start, unfit_since=since)
@@ -274,14 +272,14 @@ def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: b
 
 def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bool, lost: bool) -> Decision:
     if not hit:
-        return _without_a_spare(state, at, (*why, because.SpareOnly()), policy)
+        return _without_a_spare(state, at, (*why, because.Plain(because.Fact.SPARE_ONLY)), policy)
     enough = bool(places(state))
     plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
     if state.launch.saving is not None and not lost:  # what the ranks have copied may still be written
         state = stopping(state, plan)
         state = replace(state, launch=replace(state.launch, first_failure=why))
         state = state.waiting(Timer.RANKS_LEAVE, at + policy.commit_grace_s)
-        return Decision(state, (), (*why, because.CommitInFlight()))
+        return Decision(state, (), (*why, because.Plain(because.Fact.COMMIT_IN_FLIGHT)))
     decision = stop(state, at, plan, policy)
     if enough and not all_ready(decision.state):
         bus = restart_bus(decision.state, at, why, policy)

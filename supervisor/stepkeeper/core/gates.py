@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
@@ -16,8 +16,6 @@ from stepkeeper.core.placement import places, room
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Blame, Choice, Failure, Next, Phase, Plan, State, Timer
-
-replace = msgspec.structs.replace
 
 
 class Gate(StrEnum):

@@ -12,14 +12,13 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import replace
 
 EVERY_S = 5.0  # a judged process sends a message at least so often
 SUSPECT_AFTER_S = 12.0  # two messages in a row are missing
 # Longer than a supervisor takes to give up a node (suspect, then `watcher_back_within`): a process that alone is cut
 # off from the others must not act for them before they have gone on without it.
 GONE_AFTER_S = 60.0
-
-replace = msgspec.structs.replace
 
 
 class Life(StrEnum):

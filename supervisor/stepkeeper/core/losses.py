@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core.baseline import median_mad
 from stepkeeper.core.policy import Policy
@@ -19,8 +20,6 @@ KEPT_MAX = 128  # words
 ENOUGH = 20  # of them to know what is usual
 JUST_RESUMED = 20  # words: a jump within them has to do with the resume
 NOT_FINITE, SPIKE, DISCONTINUITY = "loss-not-finite", "loss-spike", "loss-discontinuity"
-
-replace = msgspec.structs.replace
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):

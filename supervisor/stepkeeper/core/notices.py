@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -39,8 +39,6 @@ from stepkeeper.core.phases import (
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import NO_SIGNAL, NODE_TERM, Next, Phase, Plan, Question, SlurmReachability, State, Timer
-
-replace = msgspec.structs.replace
 
 
 def on_signal(state: State, event: on.SignalReceived, policy: Policy) -> Decision:
@@ -254,16 +252,14 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     job = event.job
     if job is None:
         return retry_requeue(state, event.at, event.error, ExitCode.UNDECIDED, policy)
+    why: Why = (_meaning(event, judgement),)
     if judgement.notice is Notice.REQUEUED:
-        why: Why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
         return close(state, event.at, Plan(next=Next.END, why=why), policy)
     if judgement.notice is Notice.CANCELLED:
-        why = (because.SlurmSaid(notice=judgement.notice, slurm_state=job.slurm_state),)
-        plan = Plan(next=Next.END, why=why, code=ExitCode.CANCELLED)
-        return close(state, event.at, plan, policy)
+        return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.CANCELLED), policy)
     anew = state.requeue.resubmitting or not job.requeue_allowed
     if anew and policy.resubmit == "never":
-        plan = Plan(next=Next.END, why=(because.RequeueForbidden(),), code=ExitCode.REQUEUE_FAILED)
+        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.REQUEUE_FORBIDDEN),), code=ExitCode.REQUEUE_FAILED)
         return close(state, event.at, plan, policy)
     why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
@@ -280,7 +276,7 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     exclude = tuple(exclusion.node for exclusion in now)
     if anew:
         state = replace(state, requeue=replace(state.requeue, resubmitting=True))
-        why += (because.SubmittedInstead(),)
+        why += (because.Plain(because.Fact.SUBMITTED_INSTEAD),)
     return Decision(state, (do.Requeue(keep=keep, exclude=exclude, readmit=readmit, resubmit=anew),), why)
 
 
@@ -294,13 +290,13 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
     if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
-        why = (because.JobRefused(error=event.error),)
+        why = (because.Failed(what="submit", error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
         requeue = replace(state.requeue, requesting=False, resubmitting=True)
         state = replace(state, requeue=requeue).waiting(Timer.SLURM_ANSWER, deadline)
-        return query_slurm(state, (because.RequeueNotAllowed(error=event.error),))
+        return query_slurm(state, (because.Failed(what="requeue", error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
 
 

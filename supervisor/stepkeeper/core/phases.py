@@ -7,6 +7,7 @@ Slurm step of ours lingers when the job is requeued.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import reasons as because
@@ -15,8 +16,6 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.state import NO_SIGNAL, Blame, BusStatus, Choice, Next, Phase, Plan, Question, Ranks, State, Timer
-
-replace = msgspec.structs.replace
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -42,13 +41,13 @@ def can_save(state: State) -> bool:
 def save(state: State, deadline: float, plan: Plan) -> Decision:
     """Ask all ranks for a save, and to leave."""
     state = replace(state, phase=Phase.SAVING, leaving=replace(state.leaving, plan=plan)).waiting(Timer.SAVE, deadline)
-    why = plan.why if state.launch.library_seen else (*plan.why, because.StopSignalInstead())
+    why = plan.why if state.launch.library_seen else (*plan.why, because.Plain(because.Fact.STOP_SIGNAL_INSTEAD))
     return Decision(state, (request_save(state),), why)
 
 
 def end_unsaved(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """End ranks that train and have nothing to save: see `can_save`."""
-    return stop(state, at, replace(plan, why=(*plan.why, because.NothingToSave())), policy)
+    return stop(state, at, replace(plan, why=(*plan.why, because.Plain(because.Fact.NOTHING_TO_SAVE))), policy)
 
 
 def request_save(state: State) -> do.RequestSave:
@@ -168,7 +167,7 @@ def closed(state: State, at: float, policy: Policy, why: Why) -> Decision:
     """
     plan = state.plan
     if plan.next is Next.REQUEUE and not state.identity.has_batch_script:
-        why = (*plan.why, because.NoBatchScript())
+        why = (*plan.why, because.Plain(because.Fact.NO_BATCH_SCRIPT))
         plan = replace(plan, next=Next.END, why=why, code=ExitCode.NO_BATCH_SCRIPT)
         state = replace(state, leaving=replace(state.leaving, plan=plan))
     if plan.next is Next.END and state.watchers.status is BusStatus.OPEN:
@@ -206,7 +205,7 @@ def wait_for_slurm(state: State, at: float, why: Why, policy: Policy) -> Decisio
         leaving=replace(state.leaving, plan=plan),
         query=replace(state.query, question=None),
     ).waiting(Timer.SLURM_RETRY, at + policy.slurm_again_s)
-    return Decision(state, (), (*why, because.WaitForSlurm()))
+    return Decision(state, (), (*why, because.Plain(because.Fact.WAIT_FOR_SLURM)))
 
 
 def release(state: State) -> Decision:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core.reasons import NodesLeft
 from stepkeeper.core.state import State
 
 Switches = Mapping[str, str]  # what is above each node, the highest first: `core.leaf3`; a node without is not known
-
-replace = msgspec.structs.replace
 
 
 def places(state: State) -> tuple[str, ...]:

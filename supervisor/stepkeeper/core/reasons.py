@@ -1,12 +1,15 @@
-"""A reason says why something was decided: a tagged record with its facts.
+"""Why something was decided: tagged records with their facts.  Pure.
 
-`why` of the same journal record has the reasons in words.  Programs should match on the tags, because the words may
-change.  Later releases only add facts, each with a default, so older records stay readable.
+Rules, reports, metrics and verdicts match on these types, and never on sentences.  `reason_text` words them, for logs,
+the status and people; the journal holds both.  Facts are only ever added, with a default: older records stay readable.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import operator
+from enum import StrEnum, auto
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -26,17 +29,56 @@ class _Reason(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="reason
     pass
 
 
+class Fact(StrEnum):
+    """What can be a reason by its name alone; `reason_text` words it."""
+
+    # an attempt starts
+    ATTEMPT_STARTS = auto()
+    WATCHERS_READY = auto()
+    NOTICE_PERHAPS_MISSED = auto()
+    NODES_READY = auto()
+    # storage
+    STORAGE_TEST_BEGINS = auto()
+    CHECKPOINT_BEFORE_USED = auto()
+    SAVE_AGAIN = auto()
+    # ranks
+    NO_LIBRARY = auto()
+    STOP_SIGNAL_INSTEAD = auto()
+    NOTHING_TO_SAVE = auto()
+    COMMIT_IN_FLIGHT = auto()
+    SIGNAL_UNEXPLAINED = auto()
+    ENDED_AS_ASKED = auto()
+    END_UNPROVEN = auto()
+    COMMAND_GAVE_UP = auto()
+    RANKS_ENDED_SILENTLY = auto()
+    # why a launch failed
+    CAUSE_STAYS = auto()
+    START_OVER = auto()
+    NEWEST_IS_BEFORE = auto()
+    # what Slurm says, and people
+    TIME_LIMIT_NEAR = auto()
+    WAIT_FOR_SLURM = auto()
+    REQUEUE_FORBIDDEN = auto()
+    NO_BATCH_SCRIPT = auto()
+    SUBMITTED_INSTEAD = auto()
+    # nodes
+    NODE_STAYS = auto()
+    UNFIT_NODES_LEFT = auto()
+    MOST_NODES_UNFIT = auto()
+    WAIT_OVER = auto()
+    SPARE_ONLY = auto()
+    WATCHERS_LEFT = auto()
+    NOTHING_TO_WATCH = auto()
+    NO_WATCHER = auto()
+
+
+class Plain(_Reason, frozen=True):
+    """A reason that has no more facts than its name."""
+
+    fact: Fact
+
+
 # --- an attempt starts ----------------------------------------------------------------------------
-
-
-class AttemptStarts(_Reason, frozen=True, kw_only=True):
-    """The supervisor holds the lease and begins."""
-
-
-class FinishedEarlier(_Reason, frozen=True, kw_only=True):
-    """An earlier attempt finished the training."""
-
-    step: int
 
 
 class FaultyNodesGiven(_Reason, frozen=True, kw_only=True):
@@ -46,19 +88,11 @@ class FaultyNodesGiven(_Reason, frozen=True, kw_only=True):
     used: bool  # for want of others
 
 
-class WatchersReady(_Reason, frozen=True, kw_only=True):
-    """Every watcher answers."""
-
-
 class WatchersBack(_Reason, frozen=True, kw_only=True):
     """Watchers answer again, and get an order again that they may have missed."""
 
     everyone: bool
     sent_again: str = ""  # `save` or `kill`
-
-
-class NoticePerhapsMissed(_Reason, frozen=True, kw_only=True):
-    """Every watcher answers again, and Slurm is asked whether a notice was missed."""
 
 
 class NoCheckpoint(_Reason, frozen=True, kw_only=True):
@@ -87,16 +121,6 @@ class FailuresMax(_Reason, frozen=True, kw_only=True):
     same: bool = False  # in one way; of launches that may have progressed unseen
 
 
-class StorageUnusable(_Reason, frozen=True, kw_only=True):
-    """The step directories cannot be listed."""
-
-    error: str
-
-
-class NodesReady(_Reason, frozen=True, kw_only=True):
-    """No node has a process of the last launch any more, and all are fit."""
-
-
 class LaunchShrinks(_Reason, frozen=True, kw_only=True):
     """The launch gets fewer nodes than wanted."""
 
@@ -117,9 +141,16 @@ class SpareUsed(_Reason, frozen=True, kw_only=True):
     switches: str = ""  # that both have, the highest first
 
 
-class LaunchRefused(_Reason, frozen=True, kw_only=True):
-    """The training's Slurm step could not be started."""
+class Failed(_Reason, frozen=True, kw_only=True):
+    """What could not be done, and why not."""
 
+    what: Literal[
+        "list_checkpoints",
+        "launch",  # the training step could not be started
+        "roll_back",  # the lineage cannot be led to an older step
+        "requeue",  # Slurm does not allow it: may the job be submitted again?
+        "submit",  # Slurm takes neither a requeue nor another submission
+    ]
     error: str
 
 
@@ -141,10 +172,6 @@ class StorageSuspect(_Reason, frozen=True, kw_only=True):
 
     damaged: int
     directories: tuple[str, ...] = ()  # the first few
-
-
-class StorageTestBegins(_Reason, frozen=True, kw_only=True):
-    """A test of the storage begins."""
 
 
 class StorageTestPassed(_Reason, frozen=True, kw_only=True):
@@ -180,37 +207,18 @@ class StorageTestAgain(_Reason, frozen=True, kw_only=True):
     after_s: float
 
 
-class CheckpointVerified(_Reason, frozen=True, kw_only=True):
-    """Every byte of a step directory was read and compared."""
+class CheckpointRead(_Reason, frozen=True, kw_only=True):
+    """A step directory was read and compared; `removed`: somebody had removed it before."""
 
     directory: str
-
-
-class CheckpointDamaged(_Reason, frozen=True, kw_only=True):
-    """The bytes of a step directory are not those that were saved."""
-
-    directory: str
-    problem: str
-
-
-class CheckpointRemoved(_Reason, frozen=True, kw_only=True):
-    """A step directory was removed before it was read back."""
-
-    directory: str
-
-
-class CheckpointBeforeUsed(_Reason, frozen=True, kw_only=True):
-    """The next launch resumes from an older step directory."""
+    result: Literal["verified", "damaged", "removed"]
+    problem: str = ""
 
 
 class DamagedInARow(_Reason, frozen=True, kw_only=True):
     """Several step directories in a row are damaged, so the storage is tested."""
 
     count: int
-
-
-class SaveAgain(_Reason, frozen=True, kw_only=True):
-    """The ranks are asked to save again, because the newest step directory is damaged."""
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -243,18 +251,6 @@ class ResumedElsewhere(_Reason, frozen=True, kw_only=True):
     chosen: int | None = None  # None: the beginning
 
 
-class NoLibrary(_Reason, frozen=True, kw_only=True):
-    """No rank is known to have the trainer library."""
-
-
-class StopSignalInstead(_Reason, frozen=True, kw_only=True):
-    """Ranks without the trainer library get the stop signal, and time until the deadline."""
-
-
-class NothingToSave(_Reason, frozen=True, kw_only=True):
-    """The ranks have completed no step in this launch."""
-
-
 class Committed(_Reason, frozen=True, kw_only=True):
     """A step directory is complete."""
 
@@ -275,14 +271,11 @@ class SaveFailed(_Reason, frozen=True, kw_only=True):
     error: str
 
 
-class CommitInFlight(_Reason, frozen=True, kw_only=True):
-    """The ranks may still complete a commit that has begun."""
-
-
 class TrainingFinished(_Reason, frozen=True, kw_only=True):
     """Rank 0, `outcome.json` or the framework's newest checkpoint shows that the training is finished."""
 
     step: int | None = None
+    earlier: bool = False  # an earlier attempt finished it
 
 
 class RanksLeave(_Reason, frozen=True, kw_only=True):
@@ -305,14 +298,6 @@ class RankFailed(_Reason, frozen=True, kw_only=True):
     code: int | None = None
     signal: int | None = None
     faults: tuple[str, ...] = ()  # of its node, in this launch
-
-
-class SignalUnexplained(_Reason, frozen=True, kw_only=True):
-    """A signal from Slurm may have ended the rank, so Slurm is asked."""
-
-
-class EndedAsAsked(_Reason, frozen=True, kw_only=True):
-    """The rank ended after it got the stop signal."""
 
 
 class RankLeft(_Reason, frozen=True, kw_only=True):
@@ -342,23 +327,11 @@ class EndedBeforeTarget(_Reason, frozen=True, kw_only=True):
     step: int | None = None  # of the newest checkpoint; None: there is none
 
 
-class EndUnproven(_Reason, frozen=True, kw_only=True):
-    """The command ended with exit code 0, as its framework also does on errors, and no checkpoint shows the end."""
-
-
-class CommandGaveUp(_Reason, frozen=True, kw_only=True):
-    """The command ended with exit code 93, by which it asks not to be started again."""
-
-
 class StepFailed(_Reason, frozen=True, kw_only=True):
     """The training's Slurm step ended with an error."""
 
     code: int
     error: str = ""
-
-
-class RanksEndedSilently(_Reason, frozen=True, kw_only=True):
-    """The ranks ended with exit code 0, but rank 0 did not say that the training is finished."""
 
 
 class Relaunch(_Reason, frozen=True, kw_only=True):
@@ -395,16 +368,6 @@ class Recovery(_Reason, frozen=True, kw_only=True):
     after_s: float = 0.0
 
 
-class NodeLeftFor(_Reason, frozen=True, kw_only=True):
-    """The next launch does not use a node, because launches failed on it."""
-
-    node: str
-
-
-class CauseStays(_Reason, frozen=True, kw_only=True):
-    """Another start would not change the cause, so the run ends."""
-
-
 class DataLeftOut(_Reason, frozen=True, kw_only=True):
     """The training leaves out the data of some steps."""
 
@@ -416,14 +379,6 @@ class DataNotLeftOut(_Reason, frozen=True, kw_only=True):
     """Data was left out too often already, so no more is left out."""
 
     times: int
-
-
-class StartOver(_Reason, frozen=True, kw_only=True):
-    """There is no checkpoint to go back to: the training starts from the beginning."""
-
-
-class NewestIsBefore(_Reason, frozen=True, kw_only=True):
-    """The newest verified step is older than the step that went wrong."""
 
 
 class GoBackBelow(_Reason, frozen=True, kw_only=True):
@@ -438,12 +393,6 @@ class RolledBack(_Reason, frozen=True, kw_only=True):
     directory: str | None
 
 
-class NoWayBack(_Reason, frozen=True, kw_only=True):
-    """The training cannot go back to an older step."""
-
-    error: str
-
-
 # --- what Slurm says, and people ------------------------------------------------------------------
 
 
@@ -452,10 +401,6 @@ class GotSignal(_Reason, frozen=True, kw_only=True):
 
     signal: str
     node: str = ""
-
-
-class TimeLimitNear(_Reason, frozen=True, kw_only=True):
-    """The job's time limit is near, by the clock of the batch host."""
 
 
 class AskedAgain(_Reason, frozen=True, kw_only=True):
@@ -489,10 +434,6 @@ class SlurmAway(_Reason, frozen=True, kw_only=True):
     for_s: float
 
 
-class WaitForSlurm(_Reason, frozen=True, kw_only=True):
-    """The launch waits for Slurm."""
-
-
 class EndedByHand(_Reason, frozen=True, kw_only=True):
     """A signal from the terminal ends the run."""
 
@@ -507,22 +448,10 @@ class NoTimeToSave(_Reason, frozen=True, kw_only=True):
     quickest_s: float
 
 
-class RequeueForbidden(_Reason, frozen=True, kw_only=True):
-    """Slurm does not requeue this job, and the settings forbid a new submission."""
-
-
-class NoBatchScript(_Reason, frozen=True, kw_only=True):
-    """The job has no batch script, so it cannot be requeued."""
-
-
 class WithoutNodes(_Reason, frozen=True, kw_only=True):
     """The requeue excludes nodes."""
 
     nodes: tuple[str, ...]
-
-
-class SubmittedInstead(_Reason, frozen=True, kw_only=True):
-    """Slurm cannot requeue the job, so it is submitted again."""
 
 
 class Requeued(_Reason, frozen=True, kw_only=True):
@@ -530,18 +459,6 @@ class Requeued(_Reason, frozen=True, kw_only=True):
 
     job_id: int | None = None  # of the job that was submitted instead
     besides: str = ""  # what did not succeed besides
-
-
-class RequeueNotAllowed(_Reason, frozen=True, kw_only=True):
-    """Slurm does not allow the requeue, so a new submission is considered."""
-
-    error: str
-
-
-class JobRefused(_Reason, frozen=True, kw_only=True):
-    """Slurm accepts neither a requeue nor a new submission."""
-
-    error: str
 
 
 class RequeueFailed(_Reason, frozen=True, kw_only=True):
@@ -596,26 +513,22 @@ class NodeFault(_Reason, frozen=True, kw_only=True):
     gpu: str = ""
 
 
-class NodeStays(_Reason, frozen=True, kw_only=True):
-    """The fault is no reason to leave the node."""
-
-
-class NodeDrained(_Reason, frozen=True, kw_only=True):
-    """The node is drained: the job need not exclude it."""
+class NodeIs(_Reason, frozen=True, kw_only=True):
+    """What holds of a node."""
 
     node: str
+    state: Literal[
+        "suspect",  # launches fail on it: it is left
+        "drained",  # the job need not exclude it
+        "not_clear",  # a process of the launch before does not die
+        "keeping_up",  # it was slow, and is no more
+    ]
 
 
 class NodesReleased(_Reason, frozen=True, kw_only=True):
     """Unused nodes are given back to Slurm; with `error` they stay in the job."""
 
     error: str = ""
-
-
-class NodeNotClear(_Reason, frozen=True, kw_only=True):
-    """A process of an earlier launch does not die."""
-
-    node: str
 
 
 class SlurmdGone(_Reason, frozen=True, kw_only=True):
@@ -644,26 +557,10 @@ class NodeUnfit(_Reason, frozen=True, kw_only=True):
     again: bool = False  # it took no part, because it had failed one
 
 
-class UnfitNodesLeft(_Reason, frozen=True, kw_only=True):
-    """The launch already does without the unfit nodes."""
-
-
-class MostNodesUnfit(_Reason, frozen=True, kw_only=True):
-    """Most nodes failed their check, so the cause is common to them."""
-
-
 class CheckAgain(_Reason, frozen=True, kw_only=True):
     """The nodes are checked again."""
 
     after_s: float = 0.0
-
-
-class WaitOver(_Reason, frozen=True, kw_only=True):
-    """The wait that the recovery ladder prescribes is over."""
-
-
-class SpareOnly(_Reason, frozen=True, kw_only=True):
-    """The node was a spare: training continues."""
 
 
 class RestingNodes(_Reason, frozen=True, kw_only=True):
@@ -700,10 +597,6 @@ class WatcherGone(_Reason, frozen=True, kw_only=True):
     text: str
 
 
-class WatchersLeft(_Reason, frozen=True, kw_only=True):
-    """The watchers exited."""
-
-
 class BusEnded(_Reason, frozen=True, kw_only=True):
     """The watchers' Slurm step ended."""
 
@@ -715,14 +608,6 @@ class BusRestarts(_Reason, frozen=True, kw_only=True):
     """The watchers had to be started again too often."""
 
     restarts: int
-
-
-class NothingToWatch(_Reason, frozen=True, kw_only=True):
-    """No usable node is left on which a watcher could run."""
-
-
-class NoWatcher(_Reason, frozen=True, kw_only=True):
-    """No watcher answers on any node, so Slurm is asked whether it is there."""
 
 
 class BusTriedAgain(_Reason, frozen=True, kw_only=True):
@@ -810,12 +695,6 @@ class LoaderSlow(_Reason, frozen=True, kw_only=True):
     usual_s: float
 
 
-class KeepsUp(_Reason, frozen=True, kw_only=True):
-    """A node that was slow is no longer slow."""
-
-    node: str
-
-
 class SlowNodeStays(_Reason, frozen=True, kw_only=True):
     """A slow node is not replaced."""
 
@@ -883,142 +762,10 @@ class Sentence(_Reason, frozen=True, kw_only=True):
     text: str
 
 
-Reason = (
-    AttemptStarts
-    | FinishedEarlier
-    | FaultyNodesGiven
-    | WatchersReady
-    | WatchersBack
-    | NoticePerhapsMissed
-    | NoCheckpoint
-    | CheckpointFound
-    | StepsPassedOver
-    | FailuresMax
-    | StorageUnusable
-    | NodesReady
-    | LaunchShrinks
-    | SparesLeft
-    | SpareUsed
-    | LaunchRefused
-    | NodesLeft
-    | StorageSuspect
-    | StorageTestBegins
-    | StorageTestPassed
-    | StorageTestFailed
-    | StorageTrusted
-    | StorageNotRecovered
-    | StorageTestAgain
-    | CheckpointVerified
-    | CheckpointDamaged
-    | CheckpointRemoved
-    | CheckpointBeforeUsed
-    | DamagedInARow
-    | SaveAgain
-    | TasksStarted
-    | LibraryAnswers
-    | NotAttached
-    | ResumedElsewhere
-    | NoLibrary
-    | StopSignalInstead
-    | NothingToSave
-    | Committed
-    | CopiesDiffer
-    | SaveFailed
-    | CommitInFlight
-    | TrainingFinished
-    | RanksLeave
-    | RanksLeftAlone
-    | RankFailed
-    | SignalUnexplained
-    | EndedAsAsked
-    | RankLeft
-    | OutcomeMissing
-    | CommandEnded
-    | EndedBeforeTarget
-    | EndUnproven
-    | CommandGaveUp
-    | StepFailed
-    | RanksEndedSilently
-    | Relaunch
-    | Late
-    | CauseFound
-    | Recovery
-    | NodeLeftFor
-    | CauseStays
-    | DataLeftOut
-    | DataNotLeftOut
-    | StartOver
-    | NewestIsBefore
-    | GoBackBelow
-    | RolledBack
-    | NoWayBack
-    | GotSignal
-    | TimeLimitNear
-    | AskedAgain
-    | SlurmSaid
-    | SlurmUnreachable
-    | SlurmAsked
-    | SlurmAway
-    | WaitForSlurm
-    | EndedByHand
-    | NoTimeToSave
-    | RequeueForbidden
-    | NoBatchScript
-    | WithoutNodes
-    | SubmittedInstead
-    | Requeued
-    | RequeueNotAllowed
-    | JobRefused
-    | RequeueFailed
-    | RunDirectoryGone
-    | ClockSet
-    | Superseded
-    | Requested
-    | SaveRefused
-    | NodeFault
-    | NodeStays
-    | NodeDrained
-    | NodesReleased
-    | NodeNotClear
-    | NodesLost
-    | SlurmdGone
-    | LostRecently
-    | NodeUnfit
-    | UnfitNodesLeft
-    | MostNodesUnfit
-    | CheckAgain
-    | WaitOver
-    | SpareOnly
-    | RestingNodes
-    | IdleNodes
-    | GrowInPlace
-    | GrowByRequeue
-    | WatcherGone
-    | WatchersLeft
-    | BusEnded
-    | BusRestarts
-    | NothingToWatch
-    | NoWatcher
-    | BusTriedAgain
-    | Silent
-    | NoStacks
-    | StandsStill
-    | StillMoves
-    | SilentStart
-    | PartFailed
-    | Suspended
-    | LossWrong
-    | NodeSlow
-    | LoaderSlow
-    | KeepsUp
-    | SlowNodeStays
-    | SpareAtCommit
-    | LaunchSlow
-    | ReplayEqual
-    | ReplayDiffers
-    | ComputedWrongly
-    | Sentence
-)
+if TYPE_CHECKING:
+    Reason = _Reason
+else:
+    Reason = functools.reduce(operator.or_, _Reason.__subclasses__())  # all of the above: a record is decoded by it
 
 Why = tuple[Reason, ...]
 """The reasons of a decision, the first one first.  Empty: nothing changed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -27,8 +28,6 @@ from stepkeeper.core.reasons import Reason, Why
 from stepkeeper.core.state import Blame, Choice, Next, Phase, Plan, State, Timer
 
 TRIED_MAX = 16  # ways to fail that are remembered, the newest
-
-replace = msgspec.structs.replace
 
 
 def on_judged(state: State, event: on.Judged, policy: Policy) -> Decision:
@@ -62,11 +61,13 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     if state.phase is Phase.STARTING:
         state = waiting(state, event.at, policy)
     if event.error:
-        why = (*state.launch.first_failure, because.NoWayBack(error=event.error))
+        why = (*state.launch.first_failure, because.Failed(what="roll_back", error=event.error))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
     state = replace(state, resume=replace(state.resume, went_back=True))
-    said: Reason = because.RolledBack(directory=event.directory) if event.directory else because.StartOver()
+    said: Reason = (
+        because.RolledBack(directory=event.directory) if event.directory else because.Plain(because.Fact.START_OVER)
+    )
     if state.phase is Phase.CLOSING:
         return close_soon(state, event.at, policy, (said,))
     return Decision(state, (do.ChooseCheckpoint(),), (said,))
@@ -187,7 +188,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
         case Rung.RELAUNCH:
             return go_on_starting(state, at, policy, why)
         case Rung.LEAVE:
-            why = (because.NodeLeftFor(node=case.node), *why)
+            why = (because.NodeIs(node=case.node, state="suspect"), *why)
             lost = case.cause is Cause.NODE_LOST
             return leave_on_suspicion(state, at, case.node, why, policy, lost=lost)
         case Rung.ROLLBACK:
@@ -198,7 +199,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
         case Rung.STOP:
-            why = (*state.launch.first_failure, because.CauseStays())
+            why = (*state.launch.first_failure, because.Plain(because.Fact.CAUSE_STAYS))
             return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=case.cause), policy)
         case _:
             assert_never(word.rung)
@@ -234,10 +235,10 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
         # what a tier has newer may hold the wrong loss, and its data
         state = replace(state, resume=replace(state.resume, went_back=True))
     if state.resume.step is None:
-        return go_on_starting(state, at, policy, (*why, because.StartOver()))
+        return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.START_OVER)))
     below = wrong_at if wrong_at is not None else state.resume.step
     if state.resume.step < below:
-        return go_on_starting(state, at, policy, (*why, because.NewestIsBefore()))
+        return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
     resume = replace(state.resume, choice=Choice.ROLLING_BACK)
     state = waiting(replace(state, resume=resume), at, policy)
     effect = do.RollBack(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -24,8 +24,6 @@ from stepkeeper.core.state import Blame, Growth, Next, Phase, Plan, Resting, Sta
 OFF, LAUNCH, CHECKPOINT = GROW_BACK = ("off", "launch", "checkpoint")
 ASKS = 2  # questions to Slurm in the time that enough nodes must be idle
 SPREAD = 0.5  # of the pause between two questions: so that not all jobs of a cluster ask in step
-
-replace = msgspec.structs.replace
 
 
 def missing(state: State) -> int:
@@ -82,8 +80,13 @@ def give_up(state: State, node: str, why: Why) -> Decision:
     """A node that takes no part will not come back: if it rests, it is given back; training goes on."""
     if all(each.node != node for each in state.nodes.growth.resting):
         return Decision(state)
-    released = release(dismiss(state, frozenset((node,))))
-    return Decision(released.state, released.effects, (*why, because.RestingNodes(nodes=(node,), are="given_back")))
+    return _give_back(state, frozenset((node,)), why)
+
+
+def _give_back(state: State, nodes: frozenset[str], why: Why) -> Decision:
+    released = release(dismiss(state, nodes))
+    given_back = because.RestingNodes(nodes=tuple(sorted(nodes)), are="given_back")
+    return Decision(released.state, released.effects, (*why, given_back))
 
 
 def on_nodes_checked(state: State, event: on.NodesChecked, policy: Policy) -> Decision:
@@ -119,12 +122,7 @@ def _looked(state: State, at: float, unfit: Iterable[str], why: Why, policy: Pol
     state = replace(state, nodes=replace(state.nodes, growth=growth, excluded=excluded))
     failed = dict(growth.failed)
     over = frozenset(node for node in unfit if failed[node] >= policy.unfit_looks_max)
-    if not over:
-        return Decision(state, (), why)
-    released = release(dismiss(state, over))
-    return Decision(
-        released.state, released.effects, (*why, because.RestingNodes(nodes=tuple(sorted(over)), are="given_back"))
-    )
+    return _give_back(state, over, why) if over else Decision(state, (), why)
 
 
 def take_back(state: State, at: float) -> tuple[State, Why]:

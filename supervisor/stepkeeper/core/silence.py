@@ -7,7 +7,7 @@ seconds ends it only where a rank is sure to do nothing for longer than the next
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -23,8 +23,6 @@ from stepkeeper.core.state import Phase, Silence, State, Suspended, Timer
 RULE = "progress-silence"
 PATIENCE_MAX = 8.0  # times the usual limit, for ranks that move and complete no step
 START_TIMES = 10.0  # as long as the longest start of the run, until the trainer library's first word
-
-replace = msgspec.structs.replace
 
 
 def alive(state: State, at: float, policy: Policy) -> State:
@@ -115,7 +113,7 @@ def _look(state: State, at: float, policy: Policy, why: Why) -> Decision:
 
 def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decision:
     """The ranks move, so they only take long; or they stand still, and nothing but an end helps."""
-    if event.launch != state.launch.number or not state.silence.looking or state.phase is not Phase.TRAINING:
+    if not state.silence.looking or state.phase is not Phase.TRAINING:
         return Decision(state)
     if _only_tells(state):
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()

@@ -6,7 +6,7 @@ confirmed that nothing of an earlier launch is left and that it is fit.
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import baseline, losses, stragglers
 from stepkeeper.core import effects as do
@@ -48,8 +48,6 @@ from stepkeeper.core.state import (
     Timer,
     Watchers,
 )
-
-replace = msgspec.structs.replace
 
 
 def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -> Decision:
@@ -94,11 +92,11 @@ def on_attempt_started(state: State, event: on.AttemptStarted, policy: Policy) -
     )
     state = expecting(state, policy)
     if event.finished_step is not None:
-        why = (because.FinishedEarlier(step=event.finished_step),)
+        why = (because.TrainingFinished(step=event.finished_step, earlier=True),)
         state = replace(state, watchers=replace(state.watchers, status=BusStatus.ENDED))
         return finish(state, Plan(next=Next.END, why=why, code=ExitCode.FINISHED))
     effects = (do.StartBus(bus=1, nodes=state.nodes.usable), do.TestStorage(), do.ChooseCheckpoint())
-    return Decision(state, effects, (because.AttemptStarts(), *known_bad))
+    return Decision(state, effects, (because.Plain(because.Fact.ATTEMPT_STARTS), *known_bad))
 
 
 def _without_known_bad(event: on.AttemptStarted) -> tuple[tuple[str, ...], Why]:
@@ -150,8 +148,8 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         state = state.waiting_for_nothing()
         if unknown:
             state = state.waiting(Timer.TASKS_STARTED, event.at + policy.announce_within_s)
-        return query_slurm_unprompted(state, (because.NoticePerhapsMissed(),))
-    return go_on_starting(state, event.at, policy, (because.WatchersReady(),))
+        return query_slurm_unprompted(state, (because.Plain(because.Fact.NOTICE_PERHAPS_MISSED),))
+    return go_on_starting(state, event.at, policy, (because.Plain(because.Fact.WATCHERS_READY),))
 
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:
@@ -239,7 +237,7 @@ def on_choice_failed(state: State, event: on.ChoiceFailed, policy: Policy) -> De
     """The storage does not answer as it should: a person is needed."""
     if state.phase is not Phase.STARTING or state.resume.chosen:
         return Decision(state)
-    plan = Plan(next=Next.END, why=(because.StorageUnusable(error=event.error),), code=ExitCode.STORAGE)
+    plan = Plan(next=Next.END, why=(because.Failed(what="list_checkpoints", error=event.error),), code=ExitCode.STORAGE)
     return stop(state, event.at, plan, policy)
 
 
@@ -283,7 +281,7 @@ def on_nodes_cleared(state: State, event: on.NodesCleared, policy: Policy) -> De
         address=event.address,
         port=event.port,
     )
-    return Decision(state, (effect,), (because.NodesReady(), *spares, *_shape(state)))
+    return Decision(state, (effect,), (because.Plain(because.Fact.NODES_READY), *spares, *_shape(state)))
 
 
 def _spares_used(state: State, nodes: tuple[str, ...]) -> Why:
@@ -309,7 +307,5 @@ def _shape(state: State) -> Why:
 
 def on_launch_refused(state: State, event: on.LaunchRefused, policy: Policy) -> Decision:
     """The launch did not even begin: srun could not be started."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
-    plan = Plan(next=Next.END, why=(because.LaunchRefused(error=event.error),), code=ExitCode.START_FAILED)
+    plan = Plan(next=Next.END, why=(because.Failed(what="launch", error=event.error),), code=ExitCode.START_FAILED)
     return stop(replace(state, launch=state.launch.ended()), event.at, plan, policy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core.baseline import Baseline, Pace
 from stepkeeper.core.causes import Cause, SkippedData, Tried
@@ -17,8 +18,6 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import Losses
 from stepkeeper.core.reasons import Finding, Why
 from stepkeeper.core.stragglers import Stragglers
-
-replace = msgspec.structs.replace
 
 NODE_TERM = "node TERM"  # a watcher got SIGTERM, and nobody else
 LIMIT = "limit"  # the time limit is near, by our own clock

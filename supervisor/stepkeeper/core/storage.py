@@ -7,7 +7,7 @@ accident: the storage is tested thoroughly, and no launch starts on one that fai
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -22,8 +22,6 @@ from stepkeeper.core.state import Next, Phase, Plan, State, Timer
 
 NAMED_MAX = 3
 ANSWER_MARGIN_S = 10.0  # a test ends by its own limit; its answer needs a moment
-
-replace = msgspec.structs.replace
 
 
 def on_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decision:
@@ -40,7 +38,7 @@ def on_chosen(state: State, event: on.CheckpointChosen, policy: Policy) -> Decis
     if decision.state.phase is not Phase.STARTING:
         return decision  # nothing is started anyway
     test = do.TestStorage(thorough=True)
-    why = (*decision.why, suspect, because.StorageTestBegins())
+    why = (*decision.why, suspect, because.Plain(because.Fact.STORAGE_TEST_BEGINS))
     return Decision(decision.state, (*decision.effects, test), why)
 
 
@@ -110,7 +108,9 @@ def on_storage_late(state: State, at: float, policy: Policy) -> Decision:
     if state.timers.get(Timer.STORAGE_TEST) is not None:
         late = because.Late(timer=Timer.STORAGE_TEST, within_s=policy.storage_test_within_s)
         return _failed(state.beside(Timer.STORAGE_TEST, None), at, (late,), policy, untrue=False)
-    return Decision(_testing(state, at, policy), (do.TestStorage(),), (because.StorageTestBegins(),))
+    return Decision(
+        _testing(state, at, policy), (do.TestStorage(),), (because.Plain(because.Fact.STORAGE_TEST_BEGINS),)
+    )
 
 
 # Reading back what was saved, beside training and before it is needed.  Pure.
@@ -148,16 +148,16 @@ def on_read_back(state: State, event: on.CheckpointVerified) -> Decision:
     effects: tuple[do.Effect, ...] = (_read(waiting[0]),) if waiting else ()
     state = replace(state, storage=replace(state.storage, reading_back=waiting))
     if event.gone:
-        return Decision(state, effects, (because.CheckpointRemoved(directory=event.directory),))
+        return Decision(state, effects, (because.CheckpointRead(directory=event.directory, result="removed"),))
     if event.ok:
-        verified = because.CheckpointVerified(directory=event.directory)
+        verified = because.CheckpointRead(directory=event.directory, result="verified")
         return Decision(replace(state, storage=replace(state.storage, read_back_wrong=0)), effects, (verified,))
     state = replace(state, storage=replace(state.storage, read_back_wrong=state.storage.read_back_wrong + 1))
-    why: Why = (because.CheckpointDamaged(directory=event.directory, problem=event.problem),)
+    why: Why = (because.CheckpointRead(directory=event.directory, result="damaged", problem=event.problem),)
     if waiting or state.phase is not Phase.TRAINING or not state.launch.running:
         return Decision(state, effects, why)
     if state.storage.read_back_wrong > 1:  # saving again and again onto bad storage helps nobody
         why += (because.DamagedInARow(count=state.storage.read_back_wrong),)
         return Decision(state, (*effects, do.TestStorage(thorough=True)), why)
-    again: Why = (because.SaveAgain(),)
+    again: Why = (because.Plain(because.Fact.SAVE_AGAIN),)
     return Decision(state, (*effects, do.RequestSave(stop=False, reasons=again)), why + again)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core.baseline import median_mad
 from stepkeeper.core.policy import Policy
@@ -24,8 +25,6 @@ SIGMAS = 6.0
 PLACES_MAX = 16
 MANY = 64  # nodes: the median of all is that of the others
 LOADING_SHARE = 0.5  # of what a node takes longer: so much of it before the first forward, and it is the data
-
-replace = msgspec.structs.replace
 
 
 class Slow(msgspec.Struct, frozen=True, kw_only=True):

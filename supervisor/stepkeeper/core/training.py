@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from stepkeeper.core import baseline, scale_up, storage
 from stepkeeper.core import effects as do
@@ -34,12 +34,10 @@ EXIT_STOPPED = 75
 EXIT_GAVE_UP = 93  # NVIDIA's ft_launcher: do not start me again
 SHELL_OF_SIGNAL = 128  # and the number: how shells, and many handlers, report an end by a signal
 
-replace = msgspec.structs.replace
-
 
 def on_launch_began(state: State, event: on.LaunchBegan, policy: Policy) -> Decision:
     """Every task runs: whether the script uses the trainer library is not known yet."""
-    if not state.launch.runs(event.launch) or state.launch.all_tasks_started:
+    if state.launch.all_tasks_started:
         return Decision(state)
     why = because.TasksStarted(warm=event.warm, cold=event.cold)
     return Decision(_with_tasks_started(state, event.at, policy), (), (why,))
@@ -56,8 +54,6 @@ def _with_tasks_started(state: State, at: float, policy: Policy) -> State:
 
 def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision:
     """The script can save, stop and resume."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     if event.unable:
         return _on_unable(state, event)
     if state.launch.library_withdrawn and event.rank:
@@ -98,7 +94,7 @@ def _library_answers(state: State) -> State:
 
 def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """A step was completed."""
-    if not state.launch.runs(event.launch) or state.launch.library_withdrawn:
+    if state.launch.library_withdrawn:
         return Decision(state)
     if event.printed:
         return Decision(_printed(state, event, policy))
@@ -124,7 +120,7 @@ def _printed(state: State, event: on.Progressed, policy: Policy) -> State:
 
 def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision:
     """A save is in flight."""
-    if not state.launch.runs(event.launch) or state.launch.library_withdrawn:
+    if state.launch.library_withdrawn:
         return Decision(state)
     suspended = replace(state.suspended, save=0.0)
     state = _library_answers(replace(state, suspended=suspended))
@@ -133,8 +129,6 @@ def on_save_began(state: State, event: on.SaveBegan, policy: Policy) -> Decision
 
 def on_committed(state: State, event: on.CheckpointCommitted, policy: Policy) -> Decision:
     """A step directory is complete; an emergency one is read back while the ranks leave."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     state, seconds = save_seconds(state, event.seconds)
     pace = saved(state.pace, seconds, by_disk=event.by_disk)
     state = replace(
@@ -176,8 +170,6 @@ def _leaves_to_grow(state: State) -> bool:
 
 def on_save_failed(state: State, event: on.SaveFailed, policy: Policy) -> Decision:
     """A save failed: training goes on, and older steps are untouched."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     state = replace(state, launch=replace(state.launch, saving=None))
     why = (because.SaveFailed(step=event.step, error=event.error),)
     if state.launch.first_failure:
@@ -203,7 +195,7 @@ def _leave_soon(state: State, at: float, policy: Policy) -> State:
 
 def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Decision:
     """The work is done: that wins over every notice."""
-    if not state.launch.runs(event.launch) or state.launch.killed:
+    if state.launch.killed:
         return Decision(state)
     why = (because.TrainingFinished(step=event.step),)
     if state.leaving.plan is not None and state.leaving.plan.code is ExitCode.FINISHED:
@@ -217,8 +209,6 @@ def on_finished(state: State, event: on.TrainingFinished, policy: Policy) -> Dec
 
 def on_stopped(state: State, event: on.TrainingStopped, policy: Policy) -> Decision:
     """The ranks leave, on request or on their own."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     known = state.leaving.plan
     asked = known is not None and (known.next is not Next.RELAUNCH or known.to_grow)
     if asked or state.launch.first_failure or state.launch.killed:
@@ -237,8 +227,6 @@ def _prompted(state: State) -> State:
 
 def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decision:
     """A rank ended: if it failed, end the others, but let a commit in flight come to its end."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     if not state.launch.library_seen and state.identity.wrapped:
         state = _with_tasks_started(state, event.at, policy)
     faults = tuple(fault for node, fault in state.launch.hints if node == event.node)
@@ -248,11 +236,11 @@ def on_rank_exited(state: State, event: on.RankExited, policy: Policy) -> Decisi
     if _slurm_may_have_ended_it(state, event):
         first = state.launch.first_failure or why
         state = replace(state, launch=replace(state.launch, first_failure=first))
-        return Decision(state, (), (*why, because.SignalUnexplained()))
+        return Decision(state, (), (*why, because.Plain(because.Fact.SIGNAL_UNEXPLAINED)))
     if event.signal is None and event.code in (EXIT_FINISHED, EXIT_STOPPED, None):
         return _on_rank_left(state, event, policy)
     if _ends_as_asked(state, event, policy):
-        return Decision(state, (), (*why, because.EndedAsAsked()))
+        return Decision(state, (), (*why, because.Plain(because.Fact.ENDED_AS_ASKED)))
     return _on_rank_failed(state, event, policy, why)
 
 
@@ -273,7 +261,7 @@ def _on_rank_failed(state: State, event: on.RankExited, policy: Policy, why: Why
     if state.phase is Phase.TRAINING:
         state = replace(state, phase=Phase.STOPPING)
         state = state.waiting(Timer.RANKS_LEAVE, event.at + policy.commit_grace_s)
-    return Decision(state, look, (*why, because.CommitInFlight()))
+    return Decision(state, look, (*why, because.Plain(because.Fact.COMMIT_IN_FLIGHT)))
 
 
 def _ends_as_asked(state: State, event: on.RankExited, policy: Policy) -> bool:
@@ -313,8 +301,6 @@ def _on_rank_left(state: State, event: on.RankExited, policy: Policy) -> Decisio
 
 def on_launch_ended(state: State, event: on.LaunchEnded, policy: Policy) -> Decision:
     """No rank runs any more: go on with the plan, or find out what happened."""
-    if not state.launch.runs(event.launch):
-        return Decision(state)
     state = replace(state, launch=replace(state.launch.ended(), saving=None))
     if event.finished:
         finished = Plan(next=Next.END, why=(because.TrainingFinished(step=event.step),), code=ExitCode.FINISHED)
@@ -346,7 +332,7 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
             else query_slurm_unprompted(state, (*why, because.SlurmAsked()))
         )
     if event.code == EXIT_GAVE_UP:
-        plan = Plan(next=Next.END, why=(because.CommandGaveUp(),), code=ExitCode.TRAINING_GAVE_UP)
+        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.COMMAND_GAVE_UP),), code=ExitCode.TRAINING_GAVE_UP)
         return close(state, event.at, plan, policy)
     how = state.launch.first_failure or (because.StepFailed(code=event.code, error=event.error),)
     if event.stopped:
@@ -354,9 +340,9 @@ def _after_unasked_end(state: State, event: on.LaunchEnded, policy: Policy) -> D
     elif event.target is not None:
         how = (because.EndedBeforeTarget(step=event.step, target=event.target),)
     elif event.unproven:
-        how = (because.EndUnproven(),)
+        how = (because.Plain(because.Fact.END_UNPROVEN),)
     elif event.code == 0:
-        how = (because.RanksEndedSilently(),)
+        how = (because.Plain(because.Fact.RANKS_ENDED_SILENTLY),)
     elif state.identity.wrapped and not state.launch.all_tasks_started and not state.launch.library_seen:
         return _never_began(state, event.at, how, policy)
     return _after_failure(state, event, how, policy)
@@ -399,10 +385,10 @@ def on_checkpoint_verified(state: State, event: on.CheckpointVerified, policy: P
     state = replace(state, storage=replace(state.storage, verifying=None))
     why: Why
     if event.ok:
-        why = (because.CheckpointVerified(directory=event.directory),)
+        why = (because.CheckpointRead(directory=event.directory, result="verified"),)
     else:
-        damaged = because.CheckpointDamaged(directory=event.directory, problem=event.problem)
-        why = (damaged, because.CheckpointBeforeUsed())
+        damaged = because.CheckpointRead(directory=event.directory, result="damaged", problem=event.problem)
+        why = (damaged, because.Plain(because.Fact.CHECKPOINT_BEFORE_USED))
     if state.phase is Phase.CLOSING:
         return close_soon(state, event.at, policy, why)
     return Decision(state, (), why)

@@ -38,6 +38,20 @@ STATE = FIELDS | {  # of the state, in `missed`
     "otherwise": "fallback_plan",
 }
 REASONS: dict[str, dict[str, object]] = {  # merged before 0.2: what each is now, and its fact
+    **{fact.value: {"reason": "plain", "fact": fact.value} for fact in because.Fact},
+    "storage_unusable": {"reason": "failed", "what": "list_checkpoints"},
+    "launch_refused": {"reason": "failed", "what": "launch"},
+    "no_way_back": {"reason": "failed", "what": "roll_back"},
+    "requeue_not_allowed": {"reason": "failed", "what": "requeue"},
+    "job_refused": {"reason": "failed", "what": "submit"},
+    "node_left_for": {"reason": "node_is", "state": "suspect"},
+    "node_drained": {"reason": "node_is", "state": "drained"},
+    "node_not_clear": {"reason": "node_is", "state": "not_clear"},
+    "keeps_up": {"reason": "node_is", "state": "keeping_up"},
+    "checkpoint_verified": {"reason": "checkpoint_read", "result": "verified"},
+    "checkpoint_damaged": {"reason": "checkpoint_read", "result": "damaged"},
+    "checkpoint_removed": {"reason": "checkpoint_read", "result": "removed"},
+    "finished_earlier": {"reason": "training_finished", "earlier": True},
     "save_late": {"reason": "late", "timer": "save"},
     "ranks_late": {"reason": "late", "timer": "ranks_leave"},
     "step_survives_kill": {"reason": "late", "timer": "kill"},
@@ -74,7 +88,8 @@ RULES = {  # of a diagnosis
     "exit-told": "exit-terminated",
     "limit-told": "limit-notice",
 }
-_OLD = re.compile(b'"(?:' + "|".join({*EVENTS, *EFFECTS, *STATE, *REASONS, *RULES}).encode() + b')"')
+_NAMES, _TAGS = ("|".join(names).encode() for names in ({*EVENTS, *EFFECTS, *STATE, *RULES}, REASONS))
+_OLD = re.compile(b'"reason":"(?:%b)"|"(?:%b)"' % (_TAGS, _NAMES))
 
 
 def translate(data: bytes) -> bytes:

@@ -21,7 +21,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import Reason, Why
+from stepkeeper.core.reasons import Plain, Reason, Why
 from stepkeeper.core.state import Phase, State, Timer
 from stepkeeper.reason_text import tag
 
@@ -274,6 +274,8 @@ def _reasons(why: Why) -> str:
 
 
 def _facts(reason: Reason) -> Iterator[str]:
+    if isinstance(reason, Plain):
+        return  # its name says it
     facts: dict[str, object] = msgspec.structs.asdict(reason)
     for field in msgspec.structs.fields(reason):
         if facts[field.name] != field.default:

@@ -284,7 +284,7 @@ def test_a_warning_exits_with_1(nvml: FakeNvml) -> None:
     nvml.set(3, rows_pending=1)
     result = node_check("--gpus", "4")
     assert result.returncode == 1
-    assert result.stdout.startswith("STEPKEEPER WARNING: GPU 3 0000:13:00.0: a remapped row waits for a reset")
+    assert result.stdout.startswith("STEPKEEPER WARNING: GPU 3 0000:13:00.0: NVML: a memory row waits for a reset")
     assert node_check("--pending-is-critical").returncode == 2
 
 

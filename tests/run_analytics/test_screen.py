@@ -66,7 +66,7 @@ def test_a_terminal_without_unicode_gets_none(run: RunDirectory) -> None:
 
 
 def test_silence_is_said(run: RunDirectory) -> None:
-    said = "\n".join(drawn(run, now=NOW + 3600))
+    said = " ".join(" ".join(drawn(run, now=NOW + 3600)).split())
 
     assert "unknown, no update for 1 h 00 min; it was training" in said
     assert "the job is suspended or gone, or its storage hangs" in said

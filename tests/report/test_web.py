@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -422,6 +423,36 @@ def test_many_viewers_share_one_look(run: RunDirectory, monkeypatch: pytest.Monk
 
     assert answers == [200] * 12
     assert len(looked) == 1
+
+
+def test_a_caller_that_has_the_whole_read_keeps_nobody_waiting(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.write_journal(run, runs.story(run))
+    runs.write_status(run)
+    watched = web.Watched(run)
+    watched.html()
+    monkeypatch.setattr(watched, "_whole_at", time.monotonic())
+    begun, may_end = threading.Event(), threading.Event()
+    see = web.reading.Reader.see
+
+    def slowly(reader: web.reading.Reader, **more: Any) -> object:
+        begun.set()
+        may_end.wait(WITHIN_S)
+        return see(reader, **more)
+
+    monkeypatch.setattr(web.reading.Reader, "see", slowly)
+    reader = threading.Thread(target=watched.html)
+    reader.start()
+    try:
+        assert begun.wait(WITHIN_S)
+        answered = threading.Thread(target=lambda: watched.news(0))
+        answered.start()
+        answered.join(WITHIN_S / 2)
+        assert not answered.is_alive()
+    finally:
+        may_end.set()
+        reader.join(WITHIN_S)
 
 
 def long_run(run: RunDirectory, *, nodes: int = 64, steps: int = 100_000) -> Journal:

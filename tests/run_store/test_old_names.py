@@ -65,6 +65,8 @@ def test_reasons_that_were_merged_are_read_with_the_fact_that_they_were() -> Non
         reason = {"reason": old, **facts} if old != "node_given_back" else {"reason": old}
         read = record(reasons=[reason], effects=[{"effect": "exit", "code": 0, "reasons": [reason]}])
         assert read.reasons == read.effects[0].reasons
+        worded = {"effect": "exit", "code": 0, "reason": "in words", "reasons": [reason]}
+        assert record(effects=[worded]).effects == read.effects, "its words were taken for a reason"
         (found,) = read.reasons
         facts_now = {"reason": found.__struct_config__.tag, **msgspec.json.decode(msgspec.json.encode(found))}
         assert facts_now | new == facts_now

@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from stepkeeper_trainer.save.commit import Completer
 from stepkeeper_trainer.save.save import Save
 from stepkeeper_trainer.store.memory import memory_left
 from stepkeeper_trainer.tiers import Held, TierError
-from stepkeeper_trainer.tiers.holding import hold, remove_unless_held
+from stepkeeper_trainer.tiers.holding import hold, let_go, remove_unless_held
 from stepkeeper_trainer.tiers.memory import (
     WATCHED,
     Memory,
@@ -370,3 +371,19 @@ def test_a_snapshot_that_gives_way_does_not_wait_for_rows_on_shared_storage(
     with pytest.raises(SaveError, match="a notice has come"):
         completer.describe_snapshot(save, nothing, [])
     assert looked == [False, True]
+
+
+def test_a_forked_child_holds_nothing(tmp_path: Path) -> None:
+    """Data loaders outlive a killed rank by seconds."""
+    held = hold(tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        let_go(held)
+        assert remove_unless_held(tmp_path, within_s=5.0)
+        assert not tmp_path.exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -293,7 +293,8 @@ def show_incidents(arguments: argparse.Namespace) -> None:
         found = [each for each in found if is_unfinished(each) or (each.last_at >= since and _matters(each))]
     if arguments.json:
         for incident in found:
-            printing.say_json_line(msgspec.structs.asdict(incident))
+            fields = msgspec.structs.fields(incident)  # by their names in the ledger
+            printing.say_json_line({field.encode_name: getattr(incident, field.name) for field in fields})
         return
     _show(found)
     if book.drain is not None:

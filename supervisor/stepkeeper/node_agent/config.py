@@ -49,6 +49,10 @@ class Remedies(_Table, frozen=True, kw_only=True):
     reboot: bool = False
 
 
+_SET_ELSEWHERE = frozenset({"mode", "agreement", *Breaker.__struct_fields__, *Remedies.__struct_fields__})
+"""Of a policy: what has tables of its own, or follows from other settings."""
+
+
 class Limits(Policy, frozen=True, kw_only=True):
     """Constants that a test may shorten, in seconds and counts: those of `decide`, and these."""
 
@@ -190,6 +194,10 @@ def parse(data: bytes, name: str) -> NodeConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
     _pass_over_constants(name, document)
+    test = document.get("test")
+    limits = test.get("limits") if isinstance(test, dict) else None
+    for key in sorted(_SET_ELSEWHERE.intersection(limits if isinstance(limits, dict) else ())):
+        raise StepkeeperError(f"{name}: test.limits: `{key}` has a place of its own, leave it out here", ExitCode.USAGE)
     try:
         config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
@@ -212,7 +220,12 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
         ("kernel_log",): DEVICE,
         ("previous_journal",): True,  # what the agent had seen before a reboot is in its ledger
         ("nvml",): True,
-        **{("limits", key): value for key, value in msgspec.structs.asdict(Limits()).items()},
+        ("test", "previous_journal"): True,
+        **{
+            ("limits", key): value
+            for key, value in msgspec.structs.asdict(Limits()).items()
+            if key not in _SET_ELSEWHERE
+        },
     }
     for (*tables, key), constant in constants.items():
         table = document.get(tables[0], {}) if tables else document

@@ -210,6 +210,12 @@ class RequeueExpediter:
             self._changed.notify()
         return True
 
+    def newest_attempt(self, job_id: int) -> int:
+        """Return the restart count of the request on its way for a job; 0: none is."""
+        with self._changed:
+            entry = self._entries.get(job_id)
+            return 0 if entry is None else entry.job_request.restart_count
+
     def joined(self, job_id: int, restart_count: int) -> None:
         """Note that an attempt of a job has begun for sure: its own processes say so."""
         with self._changed:

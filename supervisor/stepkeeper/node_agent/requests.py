@@ -212,7 +212,7 @@ class Requests:
         )
         if expedite.job_id != connection.job_id:
             self._refuse(connection, "hasten", "join with this job first", now)
-        elif not connection.restart_count <= expedite.restart_count < NUMBER_MAX:
+        elif not self._newest_attempt(expedite.job_id) <= expedite.restart_count < NUMBER_MAX:
             self._refuse(connection, "hasten", "a later attempt of the job has joined", now)
         elif len(expedite.exclude or ()) > protocol.EXCLUDE_MAX:
             self._refuse(connection, "hasten", f"more than {protocol.EXCLUDE_MAX} nodes to exclude", now)
@@ -228,6 +228,9 @@ class Requests:
             if (left_out := self._granted.room(now, uid)) is not None:
                 self._log.info("expedite_accepted", job=expedite.job_id, uid=uid, exclude=exclude, left_out=left_out)
             self._server.send(connection.number, Accepted())
+
+    def _newest_attempt(self, job_id: int) -> int:
+        return max(self._server.newest_attempt(job_id), self._expediter.newest_attempt(job_id))
 
     def _refuse(self, connection: Connection, what: str, why: str, now: float) -> None:
         self._refusals.refused(now, uid=connection.peer.uid, what=what, why=why, pid=connection.peer.pid)

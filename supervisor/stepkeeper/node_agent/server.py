@@ -147,6 +147,10 @@ class AgentSocket:
             self._calls.append(call)
             os.eventfd_write(self._wake, 1)
 
+    def newest_attempt(self, job_id: int) -> int:
+        """Return the highest restart count that has joined for a job and is still connected."""
+        return max((each.restart_count for each in self._connections.values() if each.job_id == job_id), default=0)
+
     def connection(self, number: int) -> Connection | None:
         """Return a connection that is still there."""
         return self._connections.get(number)

@@ -86,7 +86,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
         status = self.status
         if status is None or not status.total_steps or status.step is None:
             return None
-        return min(1.0, status.step / status.total_steps)
+        return min(1.0, max(0.0, status.step / status.total_steps))
 
     @property
     def seconds_left(self) -> float | None:
@@ -97,7 +97,8 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
         a_step = self.pace or status.step_seconds
         if a_step is None or not math.isfinite(a_step):
             return None
-        return max(0, status.total_steps - status.step) * a_step
+        seconds = max(0, status.total_steps - status.step) * a_step
+        return seconds if math.isfinite(seconds) else None
 
     def trains(self, now: float) -> bool:
         """Tell whether steps are being completed; else nobody knows when all will be."""

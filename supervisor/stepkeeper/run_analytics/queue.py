@@ -15,6 +15,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.run_store import journal
 from stepkeeper.run_store import submission as submissions
+from stepkeeper.run_store.find import JOB
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import Status, heard_at
 from stepkeeper.run_store.submission import Submission
@@ -81,8 +82,8 @@ def _is_newer(submitted: Submission, status: Status | None) -> bool:
 
 
 def name(status: Status) -> str:
-    """Return the job of a status as Slurm's commands name it."""
-    return status.slurm_name or str(status.job_id)
+    """Return the job of a status as Slurm's commands name it; people copy it into a shell."""
+    return status.slurm_name if JOB.fullmatch(status.slurm_name or "") else str(status.job_id)
 
 
 def query(job: str, within_s: float = WITHIN_S) -> Queued:

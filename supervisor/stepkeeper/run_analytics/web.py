@@ -60,6 +60,7 @@ class Watched:
         self._run = run
         self._look = Look(run)
         self._reader = reading.Reader(run)
+        self._reads_whole = threading.Lock()  # one caller reads it; the others see what was read before
         self._lock = threading.Lock()  # of what stands below
         self._quick_at = self._whole_at = 0.0  # when each is due, by the monotonic clock
         self._glance = Glance(status=None)
@@ -72,42 +73,55 @@ class Watched:
 
     def html(self) -> bytes:
         """Return the page."""
+        self._read_whole_if_due()
         with self._lock:
-            self._renew()
+            self._read_quickly_if_due()
             return live.document(self._about, self._parts, self._version).encode("utf-8", errors="replace")
 
     def news(self, since: int) -> bytes:
         """Return the parts that have changed since a version."""
+        self._read_whole_if_due()
         with self._lock:
-            self._renew()
+            self._read_quickly_if_due()
             parts = {
                 name: self._parts[name] for name, at in self._changed.items() if at > since or since > self._version
             }
             problem = "; ".join(dict.fromkeys(self._problems.values()))
             return json.dumps({"version": self._version, "problem": problem, "parts": parts}).encode()  # in ASCII
 
-    def _renew(self) -> None:
-        """Read anew what is due."""
-        if time.monotonic() >= self._whole_at:
-            self._read_whole()
-        if time.monotonic() >= self._quick_at:
-            self._read_quickly()
+    def _read_whole_if_due(self) -> None:
+        """Read the whole run; where another caller does just now, wait for it only if nothing was ever read."""
+        if time.monotonic() < self._whole_at or not self._reads_whole.acquire(blocking=not self._whole_at):
+            return
+        try:
+            if time.monotonic() >= self._whole_at:
+                self._read_whole()
+        finally:
+            self._reads_whole.release()
 
     def _read_whole(self) -> None:
         began = time.monotonic()
+        problem = ""
         try:
             seen = self._reader.see()
             started = reading.read(self._run, (attempt.number for attempt in seen.attempts))
-            self._about = msgspec.structs.replace(self._about, started=started)
-            self._checkpoints = seen.checkpoints
-            self._put(live.whole_parts(seen, self._about, self._reader.nodes.listed(_ranks_each(started))))
-            self._problems.pop("whole", None)
+            about = msgspec.structs.replace(self._about, started=started)
+            parts = live.whole_parts(seen, about, self._reader.nodes.listed(_ranks_each(started)))
         except OSError as error:
-            self._problems["whole"] = _in_words(error)
+            problem = _in_words(error)
+        with self._lock:
+            if problem:
+                self._problems["whole"] = problem
+            else:
+                self._about, self._checkpoints = about, seen.checkpoints
+                self._put(parts)
+                self._problems.pop("whole", None)
         ended = time.monotonic()
         self._whole_at = ended + max(WHOLE_EVERY_S, WHOLE_TIMES * (ended - began))
 
-    def _read_quickly(self) -> None:
+    def _read_quickly_if_due(self) -> None:
+        if time.monotonic() < self._quick_at:
+            return
         try:
             os.stat(self._run.path)  # of a directory that is gone, all files are only missing
             self._glance = self._look.look()

@@ -60,7 +60,7 @@ def _job_of(line: bytes) -> int | None:
 
 
 RUNS_NAME = "runs"
-_JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
+JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # Slurm counts in 32 bits; `ARRAY_TASK` is one task's name
 _DIRECTORIES = ("checkpoints", "logs", "attempts")
 _PARTS = ("status.json", "journal.jsonl", lease.LEASE_NAME, "checkpoints", submission.NAME)
 
@@ -82,7 +82,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     path = Path(wanted)
     if path.is_dir():
         return _safe(_at(path))
-    if _JOB.fullmatch(wanted):
+    if JOB.fullmatch(wanted):
         return _safe(_of_job(wanted, environment))
     what = "not a directory" if path.exists() else "no such directory, and no job id"
     raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
@@ -90,7 +90,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
 
 def is_job(wanted: str) -> bool:
     """Tell whether RUN is the number of a job, and no directory of that name."""
-    return _JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
+    return JOB.fullmatch(wanted) is not None and not Path(wanted).is_dir()
 
 
 def _safe(run: RunDirectory) -> RunDirectory:

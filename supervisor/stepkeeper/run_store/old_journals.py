@@ -144,6 +144,8 @@ def _rules(value: Any) -> Any:
 def _reasons(value: Any) -> Any:
     """Rename reasons, wherever they are."""
     match value:
+        case {"effect": _}:  # its `reason` is its words
+            return {key: _reasons(each) for key, each in value.items()}
         case {"reason": str(tag), **facts}:
             named = {FIELDS.get(str(key), key): each for key, each in facts.items()}
             return {**named, **REASONS.get(tag, {"reason": tag})}

@@ -76,6 +76,7 @@ def test_all_incidents_are_one_document_each(tmp_path: Path) -> None:
         ("XID 48", "resolved", 1),
         ("XID 79", "drained", 1),
     ]
+    assert all("checked" in each for each in found), "a key of the ledger has another name"
 
 
 def test_a_node_without_a_ledger_says_so(tmp_path: Path) -> None:

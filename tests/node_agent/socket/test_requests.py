@@ -225,6 +225,20 @@ def test_an_attempt_expedites_nothing_for_one_before_it(agent: AgentProcess) -> 
     assert by(GAMES, ask) == "hasten: a later attempt of the job has joined"
 
 
+def test_an_attempt_that_was_superseded_replaces_no_request_of_the_newer_one(agent: AgentProcess) -> None:
+    agent.job(7, GAMES)
+
+    def ask() -> str:
+        with AgentClient(agent.path) as newer:
+            newer.join(7, 2, within_s=WAIT_S)
+            while_it_is_there = expedites(agent.path, 7, 7, [], restart_count=1, attempt=1)
+            newer.expedite(7, 2, ("n1",), within_s=WAIT_S)
+        return f"{while_it_is_there}; {expedites(agent.path, 7, 7, [], restart_count=1, attempt=1)}"
+
+    refused = "hasten: a later attempt of the job has joined"
+    assert by(GAMES, ask) == f"{refused}; {refused}"
+
+
 def test_a_requeued_job_is_expedited_with_its_whole_list_in_one_call(agent: AgentProcess) -> None:
     agent.job(7, GAMES)
     assert by(GAMES, expedites, agent.path, 7, 7, ["n3", "n1", "n3"]) == "accepted"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +180,17 @@ class Endless(io.RawIOBase):
         buffer[:count] = self._piece[:count]
         self._left -= count
         return count
+
+
+def test_a_hole_of_a_crash_is_passed_over(tmp_path: Path) -> None:
+    """Such logs are sparse, and may be larger than what other readers pass over."""
+    log = tmp_path / "kern.log"
+    log.touch()
+    os.truncate(log, 300 * MIB)
+    with log.open("ab") as file:
+        file.write(f"\n{RECORD}\n".encode())
+    with log.open("rb") as file:
+        assert [each.line for each in scan(file)] == [RECORD]
 
 
 @pytest.mark.parametrize("piece", [b"\x00" * 65_536, b"x" * 65_536, b"Xid (" * 13_000, (RECORD + "\n").encode() * 100])

@@ -14,6 +14,17 @@ from pathlib import Path
 from stepkeeper_trainer.tiers.directory import give_up
 
 LOOK_EVERY_S = 0.05
+_descriptors: set[int] = set()  # of directories that this process holds
+
+
+def _let_go_in_child() -> None:
+    """Close what a forked child inherits: a data loader may outlive the rank that holds a directory."""
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def hold(path: Path, held: int | None = None) -> int:
@@ -29,14 +40,20 @@ def hold(path: Path, held: int | None = None) -> int:
     try:
         ours = _lock(descriptor, fcntl.LOCK_SH) and _leads_to(path, descriptor)
     except OSError:
-        os.close(descriptor)
+        let_go(descriptor)
         raise
     if not ours:
-        os.close(descriptor)
+        let_go(descriptor)
         raise FileNotFoundError(errno.ENOENT, "is being removed", str(path))
     if held is not None:
-        os.close(held)
+        let_go(held)
     return descriptor
+
+
+def let_go(descriptor: int) -> None:
+    """Hold a directory no longer, by the descriptor that `hold` returned."""
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
 
 
 def remove_unless_held(path: Path, held: int | None = None, *, within_s: float = 0.0) -> bool:
@@ -61,11 +78,13 @@ def remove_unless_held(path: Path, held: int | None = None, *, within_s: float =
             give_up(path)
         return True
     finally:
-        os.close(descriptor)
+        let_go(descriptor)
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    _descriptors.add(descriptor)
+    return descriptor
 
 
 def _lock(descriptor: int, how: int) -> bool:

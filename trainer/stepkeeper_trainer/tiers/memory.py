@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Memory(LocalTier):
         """Make nothing yet."""
         super().__init__(checkpoints, keep=1)
         self._held: int | None = None
+        self._holds = threading.Lock()  # training and the thread of saves both open it
 
     @property
     def own(self) -> Path:
@@ -72,7 +74,8 @@ class Memory(LocalTier):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(each, mode=0o700)
                     _require_own(each)
-                self._held = hold(self.own, self._held)
+                with self._holds:
+                    self._held = hold(self.own, self._held)
                 return
             time.sleep(TRY_AGAIN_S)
         raise TierError(f"{users}: is removed as soon as it is made")
@@ -278,9 +281,8 @@ def hold_told(where: str, held: int | None) -> int:
         raise TierError(f"{where}: not a place of snapshots")
     for each in (own.parent, own):
         _require_own(each)
-    held = hold(own, held)
-    (own / WATCHED).touch(mode=0o600)
-    return held
+    (own / WATCHED).touch(mode=0o600)  # before: what fails leaves `held` as it is
+    return hold(own, held)
 
 
 def discard_told(where: str, held: int) -> bool:

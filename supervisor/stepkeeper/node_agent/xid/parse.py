@@ -22,6 +22,7 @@ Drivers wrote the report in these ways, oldest first; the function number is in 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import BinaryIO, Final
@@ -246,14 +247,16 @@ def scan(file: BinaryIO, *, allow_injected: bool = False) -> Iterator[Sighting]:
     """Yield the fault reports of a log, whatever its bytes are.  Memory is bounded.
 
     Raises:
-        OSError: it cannot be read, or holds next to no line.
+        OSError: it cannot be read.
     """
     announced: dict[str, str] = {}  # PCI address: UUID
     started: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
     whole = ""  # their record
-    for data in lines.forwards(file):
+    for data in lines.forwards(file, passed_over_max=math.inf):
         begun, started = started, []
-        line = data.removesuffix(b"\r").decode("utf-8", errors="backslashreplace") if _may_matter(data) else ""
+        if not _may_matter(data):
+            continue
+        line = data.removesuffix(b"\r").decode("utf-8", errors="backslashreplace")
         record = record_of(line, allow_injected=allow_injected) or ""
         if report := parse(record):
             yield Sighting(line=line, report=report, gpu=announced.get(report.pci, ""))

@@ -27,30 +27,29 @@ BLOCK_BYTES = 64 * 1024
 PASSED_OVER_MAX = 256 * 1024 * 1024  # of one file
 
 
-def forwards(file: BinaryIO, *, passed_over_max: float = PASSED_OVER_MAX) -> Iterator[bytes]:
+def forwards(file: BinaryIO, *, holes: bool = False) -> Iterator[bytes]:
     """Yield the lines without their ends, oldest first; of one beyond the limit, its beginning.
 
     Args:
         file: to be read.
-        passed_over_max: bytes that lines may have beyond their limit, all together.
+        holes: it may have long parts without a line, as a crash leaves them.
 
     Raises:
         OSError: it cannot be read, or holds next to no line.
     """
-    for line, _, _ in _measured(file, passed_over_max=passed_over_max):
+    for line, _, _ in _measured(file, holes=holes):
         yield line.removesuffix(b"\n")
 
 
-def _measured(
-    file: BinaryIO, passed_over: int = 0, *, passed_over_max: float = PASSED_OVER_MAX
-) -> Iterator[tuple[bytes, int, bool]]:
+def _measured(file: BinaryIO, passed_over: int = 0, *, holes: bool = False) -> Iterator[tuple[bytes, int, bool]]:
     """Yield each line as far as it is kept, how many bytes it takes in the file, and whether it has its end."""
     while line := file.readline(LINE_BYTES_MAX):
         rest, length = line, len(line)
         while rest and not rest.endswith(b"\n"):
             rest = file.readline(LINE_BYTES_MAX)
             length += len(rest)
-            passed_over = _pass_over(file, passed_over + len(rest), passed_over_max)
+            if not holes:
+                passed_over = _pass_over(file, passed_over + len(rest))
         yield line, length, bool(rest)
 
 
@@ -130,8 +129,8 @@ class Growing:
             yield line.removesuffix(b"\n")
 
 
-def _pass_over(file: BinaryIO, count: int, most: float = PASSED_OVER_MAX) -> int:
-    if count > most:
+def _pass_over(file: BinaryIO, count: int) -> int:
+    if count > PASSED_OVER_MAX:
         raise OSError(errno.EFBIG, f"{PASSED_OVER_MAX} bytes of it are no lines: it is damaged", file.name)
     return count
 

@@ -22,7 +22,6 @@ Drivers wrote the report in these ways, oldest first; the function number is in 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import BinaryIO, Final
@@ -252,7 +251,7 @@ def scan(file: BinaryIO, *, allow_injected: bool = False) -> Iterator[Sighting]:
     announced: dict[str, str] = {}  # PCI address: UUID
     started: list[str] = []  # lines of a record that reports a lost GPU, as far as it was read
     whole = ""  # their record
-    for data in lines.forwards(file, passed_over_max=math.inf):
+    for data in lines.forwards(file, holes=True):
         begun, started = started, []
         if not _may_matter(data):
             continue

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import rules
 from stepkeeper.diagnosis.classify import Evidence, Plane, Role
 from stepkeeper.diagnosis.log_lines import Line, Log, Raised, find_raised, parse_line
@@ -103,7 +104,8 @@ TEXT_CHARACTERS_MAX = 400
 EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
 SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
-SURVIVED_SLURM_AFTER_LINES = 30  # behind Slurm's word: ranks that it ends write on until it kills them (KillWait)
+SURVIVED_THE_END_AFTER_LINES = 30  # where Slurm ends the job: ranks write on until it kills them (KillWait)
+ENDS_OF_SLURM = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.CANCELLED})
 _GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
 _LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
 _WARNING = re.compile(r"(?:\[rank\d+\]:)?\[W\d{0,4}[ :]|.{0,200}\b\w*Warning: ")  # of torch's C++ and of Python
@@ -243,7 +245,8 @@ def _survived(found: list[Evidence], lines: tuple[Line, ...], table: rules.Rules
     result = []
     for each in found:
         after = sum(number > (each.line or 0) for number in progress)
-        enough = SURVIVED_SLURM_AFTER_LINES if each.plane is Plane.SLURM else SURVIVED_AFTER_LINES
+        is_the_end = each.plane is Plane.SLURM and each.cause in ENDS_OF_SLURM
+        enough = SURVIVED_THE_END_AFTER_LINES if is_the_end else SURVIVED_AFTER_LINES
         survived = each.role is not Role.CONFIRMATION and each.rule not in persists and each.count == 1
         if survived and after >= enough:
             result.append(msgspec.structs.replace(each, role=Role.CONFIRMATION, confidence=0.3 * each.confidence))

@@ -240,15 +240,17 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
 
 
 def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory | None:
-    """Write the record; None: no step is whole, and it leads to the very start.
+    """Write the record; None: there is no step, and it leads to the very start.
 
     Raises:
         OSError: the step directories or the lineage cannot be read or written.
         LookupError: no older step is whole: going back to the very start is for a person to decide.
     """
     chosen = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step).chosen
-    if chosen is None and steps.newest_verified(checkpoints, deep=not effect.quick).chosen is not None:
-        raise LookupError(f"no verified step directory is older than step {effect.below_step}")
+    if chosen is None:
+        newest = steps.newest_verified(checkpoints, deep=not effect.quick)
+        if newest.chosen is not None or newest.skipped:  # those may be readable again: a record would rule them out
+            raise LookupError(f"no verified step directory is older than step {effect.below_step}")
     why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
     if effect.suspect:

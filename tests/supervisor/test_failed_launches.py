@@ -25,6 +25,7 @@ from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats import lineage, steps
 from stepkeeper_trainer.formats.lease import Lease, write
 from stepkeeper_trainer.formats.manifest import Manifest
+from stepkeeper_trainer.formats.verify import Verdict
 from stepkeeper_trainer.tiers.search import ANCESTORS, counts
 from tests.reading import build
 from tests.reasons import in_words
@@ -243,6 +244,27 @@ def test_without_an_older_step_nothing_is_thrown_away(run: RunDirectory, inbox: 
     assert isinstance(event, on.RolledBack)
     assert "older than step 100" in event.error
     assert steps.newest_verified(run.checkpoints).chosen is not None
+
+
+@pytest.mark.parametrize("below", [201, 50])
+def test_steps_that_cannot_be_read_just_now_stay_in_the_lineage(
+    run: RunDirectory, inbox: Inbox, monkeypatch: pytest.MonkeyPatch, below: int
+) -> None:
+    directories = build.make_steps(run)
+
+    def unreadable(path: Path, **_: object) -> Verdict:
+        return Verdict(path, (f"{path}: Stale file handle",), 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "verify", unreadable)
+        event = rolled(run, inbox, below)
+
+    assert isinstance(event, on.RolledBack)
+    assert f"older than step {below}" in event.error
+    assert ("Stale file handle" in event.error) == (below == 201)
+    chosen = steps.newest_verified(run.checkpoints).chosen
+    assert chosen is not None
+    assert chosen.path == directories[-1]
 
 
 def test_with_no_whole_step_the_lineage_leads_to_the_very_start_and_no_tier_has_anything_newer(

@@ -85,7 +85,8 @@ def _on_closing_late(state: State, at: float, policy: Policy) -> Decision:
     """The storage took too long, or the watchers did not leave: they end with the job."""
     if leads_back(state):
         late = Timer.LEAD_BACK
-        state = replace(state, resume=replace(state.resume, choice=Choice.OPEN))
+        missed = (because.Late(timer=late),)
+        state = replace(state, resume=replace(state.resume, choice=Choice.OPEN, not_led_back=missed))
         state = state.waiting(Timer.WATCHERS_LEAVE, at + policy.hurry_within_s)
     elif state.storage.verifying is not None:
         late = Timer.READ_BACK

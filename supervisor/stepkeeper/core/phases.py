@@ -121,12 +121,13 @@ def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """No rank runs: wait for what the storage still has to do, and let the watchers leave at the end."""
     state, effects = _leave_out_what_is_wrong(replace(state, leaving=replace(state.leaving, plan=plan)))
-    reads = state.storage.verifying is not None or leads_back(state)
-    deadline = at + (policy.verify_within_s if reads else policy.close_within_s)
-    if state.leaving.leave_at is not None:
-        deadline = min(deadline, max(state.leaving.leave_at, at + policy.hurry_within_s))
+    deadline = at + (policy.verify_within_s if state.storage.verifying else policy.close_within_s)
     timer = Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE
-    state = replace(state, phase=Phase.CLOSING).waiting(Timer.LEAD_BACK if leads_back(state) else timer, deadline)
+    back = leads_back(state)
+    if state.leaving.leave_at is not None:
+        limit = max(state.leaving.leave_at, at + policy.hurry_within_s)
+        deadline = limit if back else min(deadline, limit)  # a step that was not confirmed costs more than the wait
+    state = replace(state, phase=Phase.CLOSING).waiting(Timer.LEAD_BACK if back else timer, deadline)
     decision = closed(state, at, policy, plan.why)
     return Decision(decision.state, (*effects, *decision.effects), decision.why)
 
@@ -151,7 +152,9 @@ def leave_out(state: State, below_step: int, why: Why, *, quick: bool = False) -
 def _leave_out_what_is_wrong(state: State) -> tuple[State, tuple[do.Effect, ...]]:
     """After silent corruption no attempt may go on from what was not confirmed, whatever ends this one."""
     wrong = state.launch.found
-    if wrong is None or wrong.back_to is None or state.resume.went_back or state.plan.code is ExitCode.SUPERSEDED:
+    if wrong is None or wrong.back_to is None or state.plan.code is ExitCode.SUPERSEDED:
+        return state, ()
+    if state.resume.went_back and not leads_back(state):  # one under way reads every byte: a quick one overtakes it
         return state, ()
     state = replace(
         state,
@@ -224,10 +227,17 @@ def kept(state: State) -> tuple[str, ...]:
 
 
 def finish(state: State, plan: Plan) -> Decision:
-    """End the supervisor; where the run needs a person, call one."""
+    """End the supervisor; where the run needs a person, call one.
+
+    After silent corruption it does, whatever the code, where the lineage was not led back.
+    """
+    wrong = state.launch.found
+    astray = wrong is not None and wrong.back_to is not None and plan.code is not ExitCode.SUPERSEDED
+    missed = state.resume.not_led_back if astray else ()
+    plan = replace(plan, why=(*plan.why, *[each for each in missed if each not in plan.why]))
     state = replace(state, phase=Phase.DONE, leaving=replace(state.leaving, plan=plan)).waiting_for_nothing()
     call = do.NotifyUser(code=int(plan.code), reasons=plan.why, cause=plan.cause)
-    calls = (call,) if plan.code.needs_person else ()
+    calls = (call,) if plan.code.needs_person or missed else ()
     return Decision(state, (*calls, do.Exit(code=int(plan.code), reasons=plan.why)), plan.why)
 
 

@@ -61,10 +61,12 @@ def on_rolled_back(state: State, event: on.RolledBack, policy: Policy) -> Decisi
     if state.phase is Phase.STARTING:
         state = waiting(state, event.at, policy)
     if event.error:
-        why = (*state.launch.first_failure, because.Failed(what="roll_back", error=event.error))
+        failed = because.Failed(what="roll_back", error=event.error)
+        why = (*state.launch.first_failure, failed)
+        state = replace(state, resume=replace(state.resume, not_led_back=(failed,)))
         plan = Plan(next=Next.END, why=why, code=ExitCode.CAUSE_STAYS, cause=_newest(state))
         return stop(state, event.at, plan, policy)
-    state = replace(state, resume=replace(state.resume, went_back=True))
+    state = replace(state, resume=replace(state.resume, went_back=True, not_led_back=()))
     said: Reason = (
         because.RolledBack(directory=event.directory) if event.directory else because.Plain(because.Fact.START_OVER)
     )

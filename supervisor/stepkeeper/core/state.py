@@ -285,6 +285,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None = None
     step: int | None = None
     went_back: bool = False  # to an older step, and nothing is committed since: what a tier has newer must not return
+    not_led_back: Why = ()  # why the job leaves with a lineage that may lead to what was not confirmed
     skipped_data: tuple[SkippedData, ...] = ()  # of steps at which the loss went wrong; carried over
     same_world: bool = False  # no other number of ranks can resume from it
 

@@ -240,17 +240,18 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
 
 
 def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory | None:
-    """Write the record; None: there is no step, and it leads to the very start.
+    """Write the record; None: the lineage has no step directory, and it leads to the very start.
 
     Raises:
         OSError: the step directories or the lineage cannot be read or written.
-        LookupError: no older step is whole: going back to the very start is for a person to decide.
+        LookupError: no older step is whole, or can be read now: a person decides on going back to the very start.
     """
-    chosen = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step).chosen
-    if chosen is None:
-        newest = steps.newest_verified(checkpoints, deep=not effect.quick)
-        if newest.chosen is not None or newest.skipped:  # those may be readable again: a record would rule them out
-            raise LookupError(f"no verified step directory is older than step {effect.below_step}")
+    choice = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step)
+    chosen = choice.chosen
+    if chosen is None and steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints)):
+        problems = "; ".join(problem for _, found in choice.skipped for problem in found)[:PROBLEM_CHARACTERS_MAX]
+        none = f"no verified step directory is older than step {effect.below_step}"
+        raise LookupError(f"{none}: {problems}" if problems else none)
     why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
     if effect.suspect:

@@ -65,7 +65,7 @@ def test_the_tutorial_as_it_stands(name: str, lab: Lab) -> None:
     assert isinstance(saved, on.CheckpointCommitted)
     assert saved.emergency, training.story()
     assert saved.step < 500, training.story()
-    assert saved.directory in said
+    assert saved.directory in said, training.story()
     lab.cancel(training.job_id)
 
 

@@ -162,7 +162,7 @@ class HuggingFace(Framework):
             contents.problem("no optimizer state: neither optimizer.pt nor optimizer_0/")
         if "scheduler.pt" in tree or not engine:
             parts.add_archive(contents, "scheduler.pt")
-        if alone and not ranks and world_size in (None, 1):
+        if alone and not ranks:  # of a process that trained by itself, as each rank does that found no GPU
             parts.add_archive(contents, "rng_state.pth")
             contents.world_size = contents.world_size or 1
             return

@@ -125,7 +125,7 @@ def latest(out: Path, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def logs(losses: Path) -> str:
-    return "".join(Path(f"{losses}.log.{rank}").read_text()[-3000:] for rank in range(2))
+    return "".join(Path(f"{losses}.log.{rank}").read_text()[-10000:] for rank in range(2))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     if variant == "evaluating":
         assert stopped.step == CASES[name].evaluates_at, "it left before the evaluation, or after it"
     if variant == "compiling":
-        assert stopped.step == 1, "the first step was not saved as soon as it was complete"
+        assert stopped.step <= 2, "it trained on: the ranks agree one step late at most"
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "stopped"
     found = latest(out, capsys)
     assert found["chosen"]["step"] == stopped.step, found

@@ -22,7 +22,7 @@ import accelerate
 
 from stepkeeper_trainer.formats.records import OwnSaves
 from stepkeeper_trainer.integrations import chosen, remembered
-from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless, names_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -278,7 +278,7 @@ def _learn(accelerator: Any, output_dir: Any, before: dict[str, int], arguments:
     if saves.directory not in ("", directory):
         saves.unable = f"the script saves to several directories: {saves.directory} and {directory}"
         return
-    if not saves.directory and re.search(rf"(?<!\d)0*{int(found[2])}(?!\d)", directory):
+    if not saves.directory and names_step(directory, int(found[2])):
         saves.directory = directory  # the next save shows whether that number changes
         saves.unable = f"the directory {directory} names the step of {name}, so that of another step is not known"
         return

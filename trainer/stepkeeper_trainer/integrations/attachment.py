@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -503,6 +504,15 @@ def in_words(error: BaseException) -> str:
     said = str(error).strip().splitlines()
     text = said[0] if said else ""
     return text if isinstance(error, StepkeeperError) else f"{type(error).__name__}: {text}"
+
+
+def names_step(directory: str, step: int) -> bool:
+    """Tell whether a number in a path may be that of the step: at a word's end, so not that of `s5dx70q4`.
+
+    >>> names_step("/scratch/run/epoch_05", 5), names_step("/tmp/s5dx70q4/out", 5), names_step("/data/2025/out", 5)
+    (True, False, False)
+    """
+    return re.search(rf"(?<!\d)0*{step}(?![0-9A-Za-z])", directory) is not None
 
 
 def first_of_node() -> bool:

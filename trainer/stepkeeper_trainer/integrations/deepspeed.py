@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ import deepspeed
 
 from stepkeeper_trainer.formats.records import OwnSaves
 from stepkeeper_trainer.integrations import chosen, remembered
-from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless
+from stepkeeper_trainer.integrations.attachment import Asked, Attachment, Training, attach, harmless, names_step
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -171,7 +170,7 @@ def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state:
     known.named, known.unable = tag is not None, ""
     if known.elsewhere:
         known.unable = f"the script saves to several directories: {known.save_dir} and, at step {step}, {directory}"
-    elif re.search(rf"(?<!\d)0*{step}(?!\d)", directory):
+    elif names_step(directory, step):
         known.unable = f"the script's directory {directory} names step {step}: that of another step is not known"
     elif client_state:
         known.unable = "the script passes a client_state to save_checkpoint, which nobody else can make"

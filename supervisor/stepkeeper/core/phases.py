@@ -121,9 +121,10 @@ def kill(state: State, at: float, policy: Policy, why: Why) -> Decision:
 def close(state: State, at: float, plan: Plan, policy: Policy) -> Decision:
     """No rank runs: wait for what the storage still has to do, and let the watchers leave at the end."""
     state, effects = _leave_out_what_is_wrong(replace(state, leaving=replace(state.leaving, plan=plan)))
-    deadline = at + (policy.verify_within_s if state.storage.verifying else policy.close_within_s)
-    timer = Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE
     back = leads_back(state)
+    reads = state.storage.verifying is not None or back
+    deadline = at + (policy.verify_within_s if reads else policy.close_within_s)
+    timer = Timer.READ_BACK if state.storage.verifying else Timer.WATCHERS_LEAVE
     if state.leaving.leave_at is not None:
         limit = max(state.leaving.leave_at, at + policy.hurry_within_s)
         deadline = limit if back else min(deadline, limit)  # a step that was not confirmed costs more than the wait

@@ -528,3 +528,18 @@ def test_a_loop_of_accelerate_without_a_prepared_loader_is_left_alone(attachment
         loop.optimizers[0].step()
 
     assert not attachment.open
+
+
+@pytest.mark.parametrize(
+    ("directory", "may"),
+    [
+        ("/scratch/run/epoch_5", True),
+        ("/scratch/epoch05/states", True),
+        ("/scratch/ep5", True),
+        ("/tmp/s5dx70q4/out", False),
+        ("/scratch/run-15", False),
+        ("/scratch/run-50", False),
+    ],
+)
+def test_a_directory_may_name_the_step_at_the_end_of_a_word(directory: str, *, may: bool) -> None:
+    assert attachments.names_step(directory, 5) == may

@@ -133,6 +133,7 @@ KEYS = {
     "resume_from": ("resume", "directory"),
     "resume_step": ("resume", "step"),
     "went_back": ("resume", "went_back"),
+    "not_led_back": ("resume", "not_led_back"),
     "skipped_data": ("resume", "skipped_data"),
     "same_world": ("resume", "same_world"),
     "suspect": ("storage", "suspect"),

@@ -5,6 +5,7 @@ So what nobody holds is left over, whatever has ended those who did: no clock, n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,13 +15,15 @@ from pathlib import Path
 from stepkeeper_trainer.tiers.directory import give_up
 
 LOOK_EVERY_S = 0.05
-_descriptors: set[int] = set()  # of directories that this process holds
+_descriptors: dict[int, os.stat_result] = {}  # of directories that this process holds
 
 
 def _let_go_in_child() -> None:
     """Close what a forked child inherits: a data loader may outlive the rank that holds a directory."""
-    for descriptor in _descriptors:
-        os.close(descriptor)
+    for descriptor, directory in _descriptors.items():
+        with contextlib.suppress(OSError):  # somebody has closed it, and the number may be another file's
+            if os.path.samestat(os.fstat(descriptor), directory):
+                os.close(descriptor)
     _descriptors.clear()
 
 
@@ -52,7 +55,7 @@ def hold(path: Path, held: int | None = None) -> int:
 
 def let_go(descriptor: int) -> None:
     """Hold a directory no longer, by the descriptor that `hold` returned."""
-    _descriptors.discard(descriptor)
+    _descriptors.pop(descriptor, None)
     os.close(descriptor)
 
 
@@ -83,7 +86,7 @@ def remove_unless_held(path: Path, held: int | None = None, *, within_s: float =
 
 def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    _descriptors.add(descriptor)
+    _descriptors[descriptor] = os.fstat(descriptor)
     return descriptor
 
 

@@ -1,9 +1,10 @@
-"""A line that says nothing of the failure changes no verdict."""
+"""A line that says nothing of the failure changes no verdict; one much like it, of a real failure, still decides."""
 
 from __future__ import annotations
 
 import pytest
 
+from stepkeeper.diagnosis.classify import LIKELY
 from tests.diagnosis.corpus import verdict
 
 HARMLESS = (
@@ -18,7 +19,21 @@ HARMLESS = (
     "grpc: Unable to reach peer (error 802), using fallback",
     "cache miss (error 803)",
     "slurmstepd: error: munge decode failed, retried",
-    "RuntimeError: File /data/vocab.json cannot be opened",
+    "INFO upload got HTTP status 503, backing off 2 s",
+    "INFO upload got HTTP status 503, retried",
+    "INFO status code: 503 (attempt 1/5)",
+    "{'AWS_IO_THREADS': '4'}",
+    "DEBUG:aiohttp.client.TimeoutError handled",
+    "could not connect to the server, falling back to the local cache",
+    "failed to connect to server, using cached weights",
+    "spot watcher: no instance termination notice received",
+    "spot watcher: no preemption is imminent",
+    "metadata service: preemption notice received: none",
+    "gradients are different across replicas: this is expected",
+    "CUDA_ERROR_CONTAINED=retry",
+    "telemetry system not yet initialized",
+    "tracker: Error 803: no such table",
+    "slurmstepd: error: Munge decode failed, will try again",
     "[n1:1] PMIX ERROR: NOT-FOUND in file dstore_base.c at line 1567",
 )
 RAISED = """\
@@ -36,8 +51,43 @@ STEPS = "".join(f"step {step} loss: 2.1\n" for step in range(29))
 def test_a_harmless_line_changes_no_verdict(line: str, end: str) -> None:
     alone, judged = verdict(f"start\n{end}"), verdict(f"start\n{line}\n{end}")
 
-    raises = "Error: " in line  # this may be what ended it, where nothing else is there
-    assert judged.cause is alone.cause or (raises and judged.cause.value == "exception"), judged
+    assert (judged.cause, judged.rule, judged.confidence) == (alone.cause, alone.rule, alone.confidence)
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str) -> None:
+    judged = verdict(f"start\nRuntimeError: File /data/vocab.json cannot be opened\n{end}")
+
+    assert judged.cause.value == "exception"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("google.api_core.exceptions.ServiceUnavailable: 503 Unavailable. Please retry your request.", "network"),
+        ("HfHubHTTPError: 429 Client Error: Too Many Requests for url: https://x. Retry after 55 seconds.", "network"),
+        ("ERROR upload got HTTP status 503 (attempt 5/5)", "network"),
+        ("awscrt.exceptions.AwsCrtError: AWS_IO_SOCKET_TIMEOUT: socket operation timed out.", "network"),
+        ("could not connect to the server", "network"),
+        ("aiohttp.client_exceptions.ServerTimeoutError: this was not handled", "network"),
+        ("Compute Engine metadata service: instance preemption notice received", "node_lost"),
+        (
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+            "node_fault",
+        ),
+        ("RuntimeError: CUDA error: system not yet initialized", "node_fault"),
+        ("RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: unknown", "version_mismatch"),
+        ("NCCL WARN Cuda failure 'CUDA_ERROR_CONTAINED'", "node_fault"),
+        ("Parameters are different across ranks, but expected to be equal", "exception"),
+        ("RuntimeError: File /ckpt/iter_1/model_optim_rng.pt cannot be opened.", "storage"),
+        ("slurmstepd: error: Munge decode failed: Expired credential", "node_fault"),
+        ("[n1:1] PMIX ERROR: NOT-FOUND in file client/pmix_client.c at line 12", "configuration"),
+    ],
+)
+def test_a_line_of_a_real_failure_still_decides(line: str, cause: str) -> None:
+    judged = verdict(f"start\n{line}\n")
+
+    assert (judged.cause.value, judged.confidence >= LIKELY) == (cause, True)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +101,11 @@ def test_an_error_that_training_outlived_is_not_why_it_ended(line: str) -> None:
     assert verdict(f"{line}\n{STEPS}{RAISED}").cause is verdict(RAISED).cause
 
 
-def test_a_limit_of_slurm_is_why_it_ended_though_ranks_write_on() -> None:
-    limit = "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [("TIME LIMIT", "time_limit"), ("PREEMPTION", "preempted"), ("NODE FAILURE, SEE SLURMCTLD LOG", "node_lost")],
+)
+def test_what_ends_a_job_is_why_it_ended_though_ranks_write_on(said: str, cause: str) -> None:
+    end = f"slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO {said} ***"
 
-    assert verdict(f"{limit}\n{STEPS}").cause.value == "time_limit"
+    assert verdict(f"{end}\n{STEPS}{ENDS['a kill']}").cause.value == cause

@@ -20,7 +20,7 @@ from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats import messages as words
-from stepkeeper_trainer.tiers.holding import hold
+from stepkeeper_trainer.tiers.holding import hold, let_go
 from stepkeeper_trainer.tiers.tier import Tiers
 from tests.supervisor.assignments import assigned
 from tests.supervisor.test_journal_growth import NODES, SizedJournal, make
@@ -72,7 +72,7 @@ def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaun
         finally:
             watcher.kill()
             for each in later:
-                os.close(each)
+                let_go(each)
     given_back = ends in ("for good", "left")
     assert own.is_dir() != given_back
     assert bool(os.listdir(shm)) != given_back

@@ -240,7 +240,7 @@ def test_what_is_being_removed_is_not_held(memory: Memory) -> None:
     with pytest.raises(FileNotFoundError, match="is being removed"):
         hold(memory.own.parent)
     os.close(descriptor)
-    os.close(hold(memory.own.parent))
+    let_go(hold(memory.own.parent))
 
 
 def test_an_old_watcher_leaves_what_a_later_launch_holds(memory: Memory) -> None:

@@ -17,7 +17,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.run_analytics import queue, reading
-from stepkeeper.run_analytics.glance import Glance, facts, glance, loss, state, steps
+from stepkeeper.run_analytics.glance import Glance, attempt, facts, glance, loss, state, steps
 from stepkeeper.run_analytics.model import exit_meaning
 from stepkeeper.run_analytics.screen import with_bar
 from stepkeeper.run_store import find
@@ -285,7 +285,7 @@ def _row(run: RunDirectory, seen: Glance, problem: str, now: float) -> tuple[str
         name,
         word,
         _job(seen),
-        f"{status.attempt}.{status.launch}" if status.launched else str(status.attempt),
+        attempt(status),
         "-" if status.step is None else steps(status),
         loss(status).removeprefix("loss ") or "-",
         printing.or_dash(status.checkpoint_step),

@@ -41,7 +41,7 @@ WAITS_FOR: dict[str, str] = {
     Gate.PAUSE: "the pause before the next try",
     Gate.NODES: "nodes that are clear and fit",
 }
-_ENDED = {
+_ENDED: dict[int, str] = {
     ExitCode.FINISHED: "finished",
     ExitCode.REQUEUED: "requeued",
     ExitCode.CANCELLED: "cancelled",
@@ -288,7 +288,7 @@ def state(seen: Glance, now: float) -> str:
     if status is None:
         return "no status"
     if status.exit_code is not None:
-        return next((word for code, word in _ENDED.items() if code == status.exit_code), f"ended ({status.exit_code})")
+        return _ENDED.get(status.exit_code, f"ended ({status.exit_code})")
     return "silent" if seen.silent(now) else status.phase
 
 
@@ -320,6 +320,11 @@ def where(status: Status) -> str:
     if status.launched and status.phase == Phase.STARTING:
         launch += " over, the next is prepared"
     return f"{queue.name(status)}{restarts}, attempt {status.attempt}, {launch}"
+
+
+def attempt(status: Status) -> str:
+    """Return the attempt, and its newest launch if one was started: `2.1`."""
+    return f"{status.attempt}.{status.launch}" if status.launched else str(status.attempt)
 
 
 def _nodes(seen: Glance, status: Status) -> str:
@@ -399,7 +404,6 @@ def line(seen: Glance, now: float) -> str:
         return f"{instant(now)}  {waits(seen)}  {said}"
     if status is None:
         return f"{instant(now)}  no status yet"
-    at = f"{status.attempt}.{status.launch}" if status.launched else f"{status.attempt}"
     step = f"step {steps(status)}" if status.step is not None else "no step yet"
     if status.step is None and status.library is False:
         step = "no trainer library"
@@ -409,4 +413,4 @@ def line(seen: Glance, now: float) -> str:
     elif seen.trains(now):
         more = eta(seen, now)
     words = " ".join(part for part in (step, loss(status), more) if part)
-    return f"{instant(now)}  {at:<6} {status.phase:<10}  {words}"
+    return f"{instant(now)}  {attempt(status):<6} {status.phase:<10}  {words}"

@@ -61,8 +61,9 @@ class Watched:
         self._look = Look(run)
         self._reader = reading.Reader(run)
         self._reads_whole = threading.Lock()  # one caller reads it; the others see what was read before
+        self._whole_at = 0.0  # when that is due, by the monotonic clock
         self._lock = threading.Lock()  # of what stands below
-        self._quick_at = self._whole_at = 0.0  # when each is due, by the monotonic clock
+        self._quick_at = 0.0  # when a quick look is due
         self._glance = Glance(status=None)
         self._checkpoints: list[Checkpoint] = []
         self._parts: dict[str, str] = {}
@@ -101,18 +102,16 @@ class Watched:
 
     def _read_whole(self) -> None:
         began = time.monotonic()
-        problem = ""
         try:
             seen = self._reader.see()
             started = reading.read(self._run, (attempt.number for attempt in seen.attempts))
             about = msgspec.structs.replace(self._about, started=started)
             parts = live.whole_parts(seen, about, self._reader.nodes.listed(_ranks_each(started)))
         except OSError as error:
-            problem = _in_words(error)
-        with self._lock:
-            if problem:
-                self._problems["whole"] = problem
-            else:
+            with self._lock:
+                self._problems["whole"] = _in_words(error)
+        else:
+            with self._lock:
                 self._about, self._checkpoints = about, seen.checkpoints
                 self._put(parts)
                 self._problems.pop("whole", None)

@@ -145,9 +145,11 @@ class Watcher:
 
         Where another process holds them still, they are of a launch after ours, or its end is near: they are its own.
         """
-        while self.memory:
-            from stepkeeper_trainer.tiers.memory import discard_told  # noqa: PLC0415 - few runs hold any
+        if not self.memory:
+            return
+        from stepkeeper_trainer.tiers.memory import discard_told  # noqa: PLC0415 - few runs hold any
 
+        while self.memory:
             where, held = self.memory.popitem()
             try:
                 if held is not None and not discard_told(where, held):

@@ -419,7 +419,7 @@ def test_the_capabilities_of_the_unit_are_enough(cluster: Lab, agents: Agents) -
 
 @pytest.mark.campaign
 def test_jobs_are_noted_and_three_of_them_have_the_gpu_named(cluster: Lab, gpu_agents: Agents) -> None:
-    """XID 31 is a program's mistake; where the programs of two users make it in one place, a person is told."""
+    """XID 31 is a program's mistake; where programs of two users make it in one place, the agent raises an alarm."""
     node = cluster.node_names[0]
     gpu_agents.configure(node, test={"limits": {**QUICK, "join_s": 0.1}})
     gpu_agents.start(node)

@@ -158,8 +158,8 @@ def test_a_watcher_of_an_older_version_names_a_gpu_besides(agent: AgentProcess) 
     def ask() -> None:
         sock = raw(agent.path, 30)
         sock.send(b'{"type":"join","job_id":7,"restart_count":0}')
+        sock.recv(4096)  # before it has joined, a look is refused
         sock.send(b'{"type":"look","job_id":7,"pci":"0000:3B:00.0; reboot","ordinal":-1,"why":"x"}')
-        sock.recv(4096)
 
     by(GAMES, ask)
     until(lambda: agent.said("event", "look_asked"), "the look", agent.words)

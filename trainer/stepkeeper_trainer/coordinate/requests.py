@@ -385,7 +385,7 @@ class SnapshotClock:
 
 def begin_snapshots(tiering: Tiering | None, *, step: int, rank: int) -> SnapshotClock:
     """Return when snapshots are due, from the `step` that was resumed from on; never, where none can be taken."""
-    able = tiering is not None and tiering.snapshots is not None
-    clock = SnapshotClock(snapshot_rule(tiering.tiers.snapshot_every if tiering and able else None), rank=rank)
+    wanted = tiering.tiers.snapshot_every if tiering is not None and tiering.snapshots is not None else None
+    clock = SnapshotClock(snapshot_rule(wanted), rank=rank)
     clock.begun(step)
     return clock

@@ -170,7 +170,7 @@ def _remember(engine: Any, known: Engine, save_dir: Any, tag: Any, client_state:
     known.named, known.unable = tag is not None, ""
     if known.elsewhere:
         known.unable = f"the script saves to several directories: {known.save_dir} and, at step {step}, {directory}"
-    elif names_step(directory, int(step)):
+    elif names_step(directory, engine.global_steps):
         known.unable = f"the script's directory {directory} names step {step}: that of another step is not known"
     elif client_state:
         known.unable = "the script passes a client_state to save_checkpoint, which nobody else can make"

@@ -213,5 +213,5 @@ def share_out(world: World, own: SavePlan) -> tuple[Share, list[Part]]:
 
 
 def share_of(part: Part, plan: SavePlan) -> Share:
-    """Return what a rank with this plan is told by a part."""
+    """Return the share that a part gives to a rank with this plan."""
     return Share(part.items(plan), part.named_replicas(plan))

@@ -224,8 +224,8 @@ def _new_id(state: State, at: float) -> str:
 # What comes back is more than it says it is.  Pure.
 #
 # The same GPU in need of a reset or a reboot a second time is broken.  Faults that programs cause (13, 31) may be the
-# GPU's own where they come from one place on it, over jobs of different users: then a person is told.  A drain needs
-# NVML's word, for any program can make such faults at will.
+# GPU's own where they come from one place on it, over jobs of different users: then the agent raises an alarm.  A drain
+# needs NVML's word, for any program can make such faults at will.
 
 PROGRAMS_OWN = frozenset((43, 45))  # the GPU is fine, says NVIDIA: these never count against it
 

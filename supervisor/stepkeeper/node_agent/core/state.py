@@ -211,7 +211,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Faults that cost a GPU's job its life count together for this long."""
 
     restarts_max: int = 3
-    """So many of those in one place of a GPU, with no job and no user there each time, and a person is told."""
+    """So many of those in one place of a GPU, of different jobs and users, raise an alarm."""
 
     agreement: bool = True
     """What only the kernel log says drains the node once NVML, where it is there, does not find the GPU well."""

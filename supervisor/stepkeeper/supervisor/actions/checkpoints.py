@@ -248,14 +248,14 @@ def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) 
     """
     choice = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step)
     chosen = choice.chosen
-    if chosen is None and steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints)):
+    counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
+    if chosen is None and counted:
         problems = "; ".join(problem for _, found in choice.skipped for problem in found)[:PROBLEM_CHARACTERS_MAX]
         none = f"no verified step directory is older than step {effect.below_step}"
         raise LookupError(f"{none}: {problems}" if problems else none)
     why = text(effect.reasons)[:WHY_CHARACTERS_MAX]
     left_out = tuple(lineage.LeftOut(step=each.step, steps=each.steps) for each in effect.skipped_data)
     if effect.suspect:
-        counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
         for entry in counted:
             if entry.manifest is not None and entry.step >= effect.below_step:
                 mark = lineage.Mark(at=at, attempt=attempt, save_id=entry.manifest.save_id, mark=lineage.SUSPECT)

@@ -34,6 +34,7 @@ from stepkeeper.supervisor.actions.launch import Job, Launch, Meeting
 from stepkeeper.supervisor.actions.verify_pool import Limits, VerifyPool
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper_trainer.formats import lease, records
+from stepkeeper_trainer.formats.durable import append_line
 from stepkeeper_trainer.formats.reading import Reading
 
 WITHIN_S = 120.0
@@ -60,16 +61,16 @@ class Case:
         following = Following(title="generic", why="test", where="test", **values)  # type: ignore[arg-type]
         environment = {**os.environ, "HOME": str(tmp_path / "home")}
         environment.pop("XDG_STATE_HOME", None)
-        log = structlog.get_logger()
         self.run = tmp_path / "run"
-        self.run.mkdir()
+        self.run.mkdir(exist_ok=True)
+        self.tmp_path, self.more = tmp_path, more
         self.foreign = ForeignCheckpoints(
             following,
             environment,
             run_directory=self.run,
             bytes_per_s=None,
             inbox=self.inbox,
-            log=log,
+            log=structlog.get_logger(),
             repairs=repairs,
             command=command,
             attached=attached,
@@ -82,6 +83,10 @@ class Case:
         if done:
             (path / "DONE").touch()
         return path
+
+    def later(self) -> Case:
+        """Return the same in a later attempt."""
+        return Case(self.tmp_path, **self.more)  # type: ignore[arg-type]
 
     def choose(self) -> on.CheckpointChosen:
         pool = VerifyPool("n1", 1, Limits(), lambda _node, _text: None)
@@ -190,6 +195,39 @@ def test_going_back_leaves_out_what_is_newer_until_it_is_written_anew(case: Case
     assert "older than step 10" in event.error
 
 
+def test_a_later_attempt_leaves_out_what_was_gone_back_from(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    older, newer = case.step(10), case.step(20)
+    case.choose()
+    case.foreign.roll_back(do.RollBack(launch=0, below_step=20))
+    assert isinstance(case.inbox.get(WITHIN_S), on.RolledBack)
+    with (case.run / module.LEFT_OUT_NAME).open("ab") as file:
+        file.write(b'{"directory": "torn')
+
+    later = case.later()
+    assert later.choose().directory == str(older)
+
+    shutil.rmtree(older)  # by the framework's own retention
+    with structlog.testing.capture_logs() as said:
+        assert case.later().choose().directory == str(newer), "better than the beginning"
+    [used] = [each for each in said if each["event"] == "left_out_used_again"]
+    assert used["checkpoints"] == [str(newer)]
+
+
+def test_where_the_run_directory_takes_no_notes_going_back_counts_in_this_attempt(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    older, _newer = case.step(10), case.step(20)
+    (case.run / module.LEFT_OUT_NAME).mkdir()
+
+    with structlog.testing.capture_logs() as said:
+        case.choose()
+        case.foreign.roll_back(do.RollBack(launch=0, below_step=20))
+        assert isinstance(case.inbox.get(WITHIN_S), on.RolledBack)
+        assert case.choose().directory == str(older)
+
+    assert [each["event"] for each in said] == ["notes_not_read", "note_not_written"]
+
+
 def trainer_state(root: Path, step: int, target: int) -> Path:
     """Write a checkpoint of Hugging Face's Trainer, as far as its end is concerned."""
     from tests.frameworks import layouts  # noqa: PLC0415 - it imports torch
@@ -241,7 +279,7 @@ def test_before_a_launch_the_pointer_file_names_what_it_resumes_from(tmp_path: P
     assert (repaired["file"], repaired["named"], repaired["names"]) == (
         str(case.root / "latest"), "global_step20", "global_step10",
     )  # fmt: skip
-    [world] = module.read_worlds(case.run)
+    [world] = module.read_lines(case.run, module.WORLDS_NAME, module.World)
     assert (world.launch, world.ranks) == (0, 1)
 
 
@@ -315,7 +353,10 @@ def test_the_launch_that_saved_a_checkpoint_says_how_many_ranks_it_is_of(
     for step, path in paths.items():
         os.utime(path, (now - 1000 + step, now - 1000 + step))
     for at, ranks in ((-850, 4), (-750, 3)):  # before them was another run
-        module.note_world(case.run, module.World(at=now + at, attempt=0, launch=0, ranks=ranks))
+        append_line(
+            case.run / module.WORLDS_NAME,
+            msgspec.json.encode(module.World(at=now + at, attempt=0, launch=0, ranks=ranks)),
+        )
 
     (paths[300] / lost.replace("3", "2")).unlink()
     (paths[200] / lost).unlink()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -39,6 +40,7 @@ REPAIR_WITHIN_S = 120.0  # what was verified just now is not read again
 READ_WITHIN_S = 1200.0  # two of them end well before the choice counts as late
 REAP_WITHIN_S = 5.0
 PROBLEM_CHARACTERS_MAX = 500
+NAMED_MAX = 5
 _ASKING, _CONVERTING = "stepkeeper.frameworks.asking", "stepkeeper.frameworks.converting"
 _DEPTHS = (True, False)  # of a choice: whether bytes are read
 _NEXT = {
@@ -88,7 +90,7 @@ class ForeignCheckpoints:
         Args:
             following: the framework, and where its checkpoints are.
             environment: of the supervisor.
-            run_directory: where the worlds of launches are kept.
+            run_directory: where it is noted what checkpoints do not say.
             bytes_per_s: of a verification, at most; None: no limit.
             inbox: where events go.
             log: of the supervisor.
@@ -109,7 +111,7 @@ class ForeignCheckpoints:
         self._lock = threading.Lock()
         self._chosen: dict[str, Newest] = {}  # by directory
         self._target: int | None = None  # of the last choice
-        self._left_out: tuple[Seen, ...] = ()  # since training went back
+        self._left_out: tuple[Seen, ...] | None = None  # since training went back; None: not read yet
         self._passed: tuple[Seen, ...] | None = ()  # by the last choice; None: it read nothing
 
     # --- called by the loop -----------------------------------------------------------------------
@@ -142,7 +144,7 @@ class ForeignCheckpoints:
         )
 
     def roll_back(self, effect: do.RollBack) -> None:
-        """Leave out what is not older than a step, in this attempt; `RolledBack` comes."""
+        """Leave out what is not older than a step, as long as it is not written anew; `RolledBack` comes."""
 
         def failed(error: str) -> on.RolledBack:
             return on.RolledBack(at=self._inbox.clock.now(), launch=effect.launch, error=error)
@@ -152,8 +154,8 @@ class ForeignCheckpoints:
             if answer.newest is None:
                 title = self._following.title
                 return failed(f"no verified checkpoint of {title} is older than step {effect.below_step}")
+            self._leave_out(answer.left_out)
             with self._lock:
-                self._left_out += answer.left_out
                 self._passed = answer.passed_seen
             found = self._remember(answer.newest)
             return on.RolledBack(
@@ -166,11 +168,7 @@ class ForeignCheckpoints:
 
     def note_launch(self, attempt: int, launch: int, ranks: int | None) -> None:
         """Note how many ranks a launch has that begins: most frameworks do not write that into a checkpoint."""
-        try:
-            world = World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks)
-            note_world(self._run_directory, world)
-        except OSError as error:
-            self._log.warning("world_not_noted", error=f"{error.filename}: {error.strerror}")
+        self._note(WORLDS_NAME, World(at=time.time(), attempt=attempt, launch=launch, ranks=ranks))
 
     def convert(self, directory: str | None, ranks: int | None, is_old: Callable[[], bool]) -> str | None:
         """Return the checkpoint that a launch of so many ranks resumes from: a conversion, where it needs one.
@@ -251,6 +249,8 @@ class ForeignCheckpoints:
         for deep in _DEPTHS:
             try:
                 answer = self._ask(self._question(deep=deep), is_old=is_old, within_s=READ_WITHIN_S)
+                if answer.newest is None and self._forget_left_out():  # better than the beginning
+                    answer = self._ask(self._question(deep=deep), is_old=is_old, within_s=READ_WITHIN_S)
                 break
             except ForeignError as error:
                 problem = f"{'verification' if deep else 'judging'} failed: {error}"[:PROBLEM_CHARACTERS_MAX]
@@ -347,8 +347,6 @@ class ForeignCheckpoints:
         return newest
 
     def _question(self, *, deep: bool = True, below_step: int | None = None) -> Question:
-        with self._lock:
-            left_out = self._left_out
         return Question(
             framework=self._following.framework,
             root=str(self._following.directory),
@@ -356,16 +354,54 @@ class ForeignCheckpoints:
             deep=deep,
             bytes_per_s=self._bytes_per_s,
             below_step=below_step,
-            left_out=left_out,
+            left_out=self._all_left_out(),
             converted=self._following.converted,
             launched=self._launched(),
         )
 
     def _launched(self) -> tuple[Launched, ...]:
+        worlds = self._read(WORLDS_NAME, World)
+        return tuple(Launched(at=each.at, ranks=each.ranks) for each in sorted(worlds, key=lambda world: world.at))
+
+    def _all_left_out(self) -> tuple[Seen, ...]:
+        with self._lock:
+            left_out = self._left_out
+        if left_out is None:  # the loop does not wait for the storage
+            left_out = self._read(LEFT_OUT_NAME, Seen)
+            with self._lock:
+                self._left_out = left_out
+        return left_out
+
+    def _leave_out(self, more: tuple[Seen, ...]) -> None:
+        """Leave out further checkpoints, in later attempts too."""
+        before = self._all_left_out()
+        new = tuple(each for each in more if each not in before)
+        with self._lock:
+            self._left_out = before + new
+        for each in new:
+            self._note(LEFT_OUT_NAME, each)
+
+    def _forget_left_out(self) -> bool:
+        """Let those that are left out count again in this attempt; False: there are none."""
+        left_out = self._all_left_out()
+        if left_out:
+            names = [each.directory for each in left_out[:NAMED_MAX]]
+            self._log.warning("left_out_used_again", checkpoints=names, why="no older checkpoint is whole")
+        with self._lock:
+            self._left_out = ()
+        return bool(left_out)
+
+    def _note(self, name: str, line: msgspec.Struct) -> None:
         try:
-            return tuple(Launched(at=each.at, ranks=each.ranks) for each in read_worlds(self._run_directory))
+            append_line(self._run_directory / name, msgspec.json.encode(line))
         except OSError as error:
-            self._log.warning("worlds_not_read", error=f"{error.filename}: {error.strerror}")
+            self._log.warning("note_not_written", file=name, error=f"{error.filename}: {error.strerror}")
+
+    def _read(self, name: str, kind: type[Line]) -> tuple[Line, ...]:
+        try:
+            return read_lines(self._run_directory, name, kind)
+        except OSError as error:
+            self._log.warning("notes_not_read", file=name, error=f"{error.filename}: {error.strerror}")
             return ()
 
     def _ask(
@@ -417,12 +453,14 @@ class ForeignCheckpoints:
         return out
 
 
-# `worlds.jsonl` of the run directory: how many ranks each launch has, for checkpoints that do not say it.
-#
-# Only launches of a script with another framework are noted: our own manifests say how many ranks saved them.
+# Files of the run directory, only of a script with another framework: one JSON document a line.
 
 WORLDS_NAME = "worlds.jsonl"
-WORLDS_BYTES_MAX = 256 * 1024  # that are read: some thousand launches, the newest
+"""How many ranks each launch has, for checkpoints that do not say it: our own manifests do."""
+LEFT_OUT_NAME = "left-out.jsonl"
+"""The checkpoints that training went back from, each as it was then."""
+LINES_BYTES_MAX = 256 * 1024  # that are read: some thousand lines, the newest
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -434,30 +472,25 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int | None  # None: CMD chooses their number
 
 
-def note_world(run: Path, world: World) -> None:
-    """Note a launch that begins.  Raises OSError."""
-    append_line(run / WORLDS_NAME, msgspec.json.encode(world))
-
-
-def read_worlds(run: Path) -> tuple[World, ...]:
-    """Return the newest launches, the oldest of them first; lines that do not parse are passed over.
+def read_lines(run: Path, name: str, kind: type[Line]) -> tuple[Line, ...]:
+    """Return the newest lines, in their order; those that do not parse are passed over.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
     try:
-        descriptor = open_descriptor(run / WORLDS_NAME, within=run)
+        descriptor = open_descriptor(run / name, within=run)
     except FileNotFoundError:
         return ()
     try:
         size = os.fstat(descriptor).st_size
-        data = os.pread(descriptor, WORLDS_BYTES_MAX, max(0, size - WORLDS_BYTES_MAX))
+        data = os.pread(descriptor, LINES_BYTES_MAX, max(0, size - LINES_BYTES_MAX))
     finally:
         os.close(descriptor)
     found = []
     for line in data.split(b"\n"):
         try:
-            found.append(msgspec.json.decode(line, type=World))
+            found.append(msgspec.json.decode(line, type=kind))
         except msgspec.MsgspecError:
             continue  # torn, or the beginning of it was not read
-    return tuple(sorted(found, key=lambda world: world.at))
+    return tuple(found)

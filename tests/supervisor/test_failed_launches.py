@@ -322,6 +322,25 @@ def test_a_superseded_supervisor_leaves_the_lineage_alone(run: RunDirectory, inb
     assert chosen.step == 300
 
 
+def test_a_supervisor_that_is_superseded_while_it_reads_leaves_the_lineage_alone(
+    run: RunDirectory, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.make_steps(run)
+    read = steps.newest_verified
+
+    def reads_for_long(*arguments: object, **options: object) -> object:
+        chosen = read(*arguments, **options)  # type: ignore[arg-type]
+        write(run.path, Lease(job_id=7, restart_count=1, attempt=2, node="n1", pid=1, taken_at=1.0))
+        return chosen
+
+    monkeypatch.setattr(checkpoints.steps, "newest_verified", reads_for_long)
+
+    assert isinstance(rolled(run, inbox, 300), on.Superseded)
+    chosen = read(run.checkpoints).chosen
+    assert chosen is not None
+    assert chosen.step == 300
+
+
 # --- calling a person -----------------------------------------------------------------------------
 
 

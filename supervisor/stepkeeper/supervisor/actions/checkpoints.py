@@ -223,9 +223,10 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
     """Have the lineage lead to the newest verified step below one; `RolledBack` or `Superseded` comes."""
 
     def act() -> on.Event:
-        if (newer := inbox.superseded(checkpoints.parent, ours)) is not None:
+        choice = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step)
+        if (newer := inbox.superseded(checkpoints.parent, ours)) is not None:  # reading may take many minutes
             return newer
-        chosen = _lead_back(checkpoints, effect, ours.attempt, inbox.clock.now())
+        chosen = _lead_back(checkpoints, choice, effect, ours.attempt, inbox.clock.now())
         return on.RolledBack(
             at=inbox.clock.now(),
             launch=effect.launch,
@@ -239,14 +240,15 @@ def roll_back(checkpoints: Path, effect: do.RollBack, ours: Lease, *, inbox: Inb
     inbox.ask(Part.ROLL_BACK, act, failed, expected=(OSError, LookupError))
 
 
-def _lead_back(checkpoints: Path, effect: do.RollBack, attempt: int, at: float) -> steps.StepDirectory | None:
-    """Write the record; None: the lineage has no step directory, and it leads to the very start.
+def _lead_back(
+    checkpoints: Path, choice: steps.Choice, effect: do.RollBack, attempt: int, at: float
+) -> steps.StepDirectory | None:
+    """Write the record of a choice; None: the lineage has no step directory, and it leads to the very start.
 
     Raises:
         OSError: the step directories or the lineage cannot be read or written.
         LookupError: no older step is whole, or can be read now: a person decides on going back to the very start.
     """
-    choice = steps.newest_verified(checkpoints, deep=not effect.quick, below_step=effect.below_step)
     chosen = choice.chosen
     counted = steps.current_lineage(steps.list_steps(checkpoints), lineage.read(checkpoints))
     if chosen is None and counted:

@@ -21,7 +21,8 @@ def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Deci
         return Decision(state)
     if event.node not in state.nodes.usable:  # it was left: Slurm ends what runs there
         return give_up(state, event.node, (because.WatcherGone(node=event.node, text=event.why),))
-    state = replace(state, watchers=replace(state.watchers, silent=state.watchers.silent | {event.node}))
+    silent, answered = state.watchers.silent | {event.node}, state.watchers.answered - {event.node}
+    state = replace(state, watchers=replace(state.watchers, silent=silent, answered=answered))
     return restart_bus(state, event.at, (because.WatcherGone(node=event.node, text=event.why),), policy)
 
 

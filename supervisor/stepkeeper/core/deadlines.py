@@ -173,10 +173,12 @@ def _on_nodes_late(state: State, at: float, policy: Policy) -> Decision:
 
 
 def _on_watchers_late(state: State, at: float, policy: Policy) -> Decision:
-    missing = [node for node in state.nodes.usable if node not in state.watchers.ready]
-    nobody = state.phase is Phase.TRAINING and not state.watchers.ready
-    if nobody and state.watchers.reachability is not SlurmReachability.LAST:
+    watchers = state.watchers
+    missing = [node for node in state.nodes.usable if node not in watchers.ready]
+    nobody = state.phase is Phase.TRAINING and not watchers.ready
+    if nobody and watchers.reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)
-    # one lost node keeps the whole bus from starting: name that one, if its watcher fell silent first
-    lost = tuple([node for node in missing if node in state.watchers.silent] or missing)
+    # one lost node keeps the whole bus from starting: name that one, whose watcher fell silent, or has never answered
+    silent = [node for node in missing if node in watchers.silent]
+    lost = tuple(silent or [node for node in missing if node not in watchers.answered] or missing)
     return lose_nodes(state, at, lost, (are_lost(state, lost),), policy)

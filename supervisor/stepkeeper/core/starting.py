@@ -122,12 +122,14 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if event.switches:
         switches = {**state.nodes.switches, event.node: event.switches}
         state = replace(state, nodes=replace(state.nodes, switches=switches))
-    watchers = replace(state.watchers, ready=state.watchers.ready | {event.node})
+    here = {event.node}
+    answered, silent = state.watchers.answered | here, state.watchers.silent - here
+    watchers = replace(state.watchers, ready=state.watchers.ready | here, answered=answered, silent=silent)
     state = replace(state, watchers=watchers)
     everyone = all_ready(state)
     if everyone:
-        watchers = replace(watchers, silent=frozenset(), error="", tries=0, reachability=SlurmReachability.NONE)
-        watchers = replace(watchers, complete_at=event.at)
+        watchers = replace(watchers, silent=frozenset(), answered=frozenset(), error="", complete_at=event.at)
+        watchers = replace(watchers, tries=0, reachability=SlurmReachability.NONE)
     state = replace(state, watchers=watchers)
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.watchers.ready) == 1

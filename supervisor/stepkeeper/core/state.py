@@ -257,7 +257,8 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
     bus: int = 0  # the number of the newest
     status: BusStatus = BusStatus.ENDED
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
-    silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last
+    silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last, and not heard since
+    answered: frozenset[str] = frozenset()  # nodes whose watcher answered since then, on whichever bus
     error: str = ""  # why the newest bus ended, until every watcher answers again
     complete_at: float | None = None  # when all answered on the newest bus
     restarts: int = 0

@@ -120,6 +120,7 @@ KEYS = {
     "bus": ("watchers", "bus"),
     "ready": ("watchers", "ready"),
     "silent": ("watchers", "silent"),
+    "watchers_answered": ("watchers", "answered"),
     "bus_error": ("watchers", "error"),
     "bus_complete_at": ("watchers", "complete_at"),
     "bus_restarts": ("watchers", "restarts"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -61,3 +63,24 @@ def test_a_number_that_is_another_connections_by_now_is_left_alone(opened: ExitS
 
     assert not any(is_probed(each) for each in later)
     assert is_probed(other)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ranks", "then"), [(1024, 8192, 100, 1024), (64, 8192, 2000, 2000), (64, 900, 2000, 900)]
+)
+def test_there_is_room_for_the_sockets_of_a_group_as_far_as_the_limit_may_be_raised(
+    soft: int, hard: int, ranks: int, then: int
+) -> None:
+    """A group has a socket for each rank; Slurm hands on a login shell's soft limit, which is often 1,024."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            connections.make_room(ranks)
+            found, still = resource.getrlimit(resource.RLIMIT_NOFILE)
+            code = 0 if (then <= found <= then + 200 and still == hard) else 2
+        finally:
+            os._exit(code)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

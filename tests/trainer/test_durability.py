@@ -32,6 +32,7 @@ def close_and_cut(file):
         os.truncate(file._path, file.entry.bytes)
 if late:
     writer.HashingFile.cut, writer.HashingFile.close = (lambda _file: None), close_and_cut
+    writer._require_size = lambda _descriptor, _size: None
 model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, width))
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -45,8 +46,8 @@ for step in range(5 if width == 1 else 2):
     assert manager.wait_saved(180)
 """
 
-# Two ranks, each a node with a disk of its own; the second argument is a sync to leave out.
-TIERED = """
+# Two ranks, each a node; with a disk of its own, if the fourth argument says so.  The second is a sync to leave out.
+TWO_NODES = """
 import os, stat, sys, time
 sys.path[:0] = [sys.argv[3] + "/trainer", sys.argv[3]]
 from pathlib import Path
@@ -68,7 +69,7 @@ dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 2), ra
 model = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 1))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
-tiers = Tiers(local=str(root / f"disk{rank}"))
+tiers = Tiers(local=str(root / f"disk{rank}")) if sys.argv[4] == "disks" else None
 state = {"model": model, "optimizer": optimizer}
 manager = CheckpointManager(state, every=None, run_dir=root / "run", tiers=tiers, storage_test="off")
 manager.resume()
@@ -109,13 +110,28 @@ def test_what_each_node_has_copied_to_shared_storage_it_has_made_durable_itself(
     """A sync by rank 0, on another node, need not make durable what a node has renamed."""
     root = tmp_path / "root"
     root.mkdir()
-    calls = trace_all(TIERED, str(root), left_out, str(ROOT), log=tmp_path / "log")
+    calls = trace_all(TWO_NODES, str(root), left_out, str(ROOT), "disks", log=tmp_path / "log")
 
     commits = replay_apart(calls, re.compile(rf'"({root}/run/checkpoints/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"'))
 
     assert len(commits) == 2
     lost = {Path(text.removeprefix("name ")).name for commit in commits for text in commit}
     assert lost == ({"__1_0.distcp"} if left_out else set())
+
+
+def test_each_rank_syncs_its_own_files_and_rank_0_alone_the_directory(tmp_path: Path) -> None:
+    """A file that is new and synced has its name, too; then one sync of the directory comes after all names."""
+    root = tmp_path / "root"
+    root.mkdir()
+    calls = trace_all(TWO_NODES, str(root), "", str(ROOT), "shared storage", log=tmp_path / "log")
+
+    commit = re.compile(rf'"({root}/run/checkpoints/\.tmp-step_[^"/]+)", "[^"]+/step_\d+"')
+    commits, _ = replay([call for _, call in calls], commit)
+    apart = replay_apart(calls, commit)
+
+    assert commits == [[]] * 2
+    assert [{text.split("/")[-1] for text in lost} for lost in apart] == [{"__1_0.distcp"}] * 2
+    assert all(text.startswith("name ") for lost in apart for text in lost), "who writes bytes syncs them"
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.campaign)])

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import stat
 import threading
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import xxhash
@@ -316,10 +316,43 @@ def test_a_report_of_another_save_is_refused(tmp_path: Path) -> None:
         _gather(tmp_path)
 
 
-def test_a_report_that_does_not_parse_is_a_failed_save(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.json").write_bytes(b'{"rank":0,"save_id":"\xff"}')
+def test_a_report_that_is_something_else_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_bytes(b'{"rank":"0"}')
 
     with pytest.raises(SaveError, match="not a report"):
+        _gather(tmp_path)
+
+
+def test_a_report_that_is_written_still_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs one new file, and no rename: rank 0 may see any part of it."""
+    publish(tmp_path, RankReport(rank=1, save_id="s"))
+    written: list[int] = []
+
+    def write_more(_pause_s: float) -> None:
+        data = msgspec.json.encode(RankReport(rank=0, save_id="s"))
+        with (tmp_path / "rank-0.json").open("ab") as file:
+            file.write(data[len(written) : len(written) + 1])
+        written.append(len(data))
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0, sleep=write_more))
+
+    found = gather(tmp_path, save_id="s", world_size=2, limit_at=1.0, given_up=lambda _: None)
+
+    assert [each.rank for each in found] == [0, 1]
+    assert len(written) == written[0], "read when it was complete, and not before"
+
+
+@pytest.mark.parametrize("data", [b"", b'{"rank":0,"save_id":"s"', b'{"rank":0,"save_id":"\xff"}'])
+def test_a_report_that_stays_torn_never_counts(tmp_path: Path, data: bytes) -> None:
+    publish(tmp_path, RankReport(rank=1, save_id="s"))
+    (tmp_path / "rank-0.json").write_bytes(data)
+
+    with pytest.raises(SaveError, match=r"rank 0 .*in time; rank-0.json is not a report"):
+        _gather(tmp_path, limit_s=0.2)
+    with pytest.raises(SaveError, match="rank 0 has ended"):
+        _gather(tmp_path, given_up="rank 0 has ended")
+    publish_failure(tmp_path, RankReport(rank=0, save_id="s", error="disk full"))
+    with pytest.raises(SaveError, match="rank 0: disk full"):
         _gather(tmp_path)
 
 
@@ -430,20 +463,47 @@ def test_nothing_that_the_manifest_does_not_name_stays_in_a_committed_step(
     assert sorted(os.listdir(final)) == ["MANIFEST.json", "__0_0.distcp"]
 
 
-def test_a_report_that_can_be_seen_never_fails_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may commit at once, and a rank that reports a failure then would do so into a committed step."""
-    fsync = os.fsync
+def test_a_report_that_failed_never_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may commit at once what it sees, and a rank that reports a failure then would do so into that step."""
+    publish(tmp_path, RankReport(rank=1, save_id="s"))
+    write, taken = os.write, 5
 
-    def refused(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(descriptor)
+    def full(descriptor: int, data: bytes) -> int:
+        nonlocal taken
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count, taken = write(descriptor, data[:taken]), 0
+        return count
 
-    monkeypatch.setattr(os, "fsync", refused)
-    with pytest.raises(OSError, match="Input/output"):
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"No space left.*rank-0\.json"):
         publish(tmp_path, RankReport(rank=0, save_id="s"))
 
-    assert os.listdir(tmp_path) == [], "it failed, and nobody has seen it"
+    with pytest.raises(SaveError, match=r"rank 0 .*in time"):
+        _gather(tmp_path, limit_s=0.1)
+
+
+@pytest.mark.parametrize("change", ["missing", "more"])
+def test_names_that_the_manifest_does_not_have_or_has_alone_are_a_failed_save(tmp_path: Path, change: str) -> None:
+    commits = Commits(tmp_path, environment((5, 0)))
+    directory, manifest = _complete(commits, 105)
+    if change == "missing":
+        (directory / "__0_0.distcp").unlink()
+    else:
+        (directory / "__1_0.distcp").touch()
+
+    with pytest.raises(SaveError, match=r"not what was written: \['__[01]_0\.distcp'\]"):
+        commits.commit(directory, manifest, 1, after=None)
+
+
+def test_a_file_that_has_another_size_than_was_written_is_an_error_of_its_writer(tmp_path: Path) -> None:
+    """Rank 0 does not look at the sizes of all ranks' files."""
+    file = HashingFile(tmp_path / "a")
+    file.write(b"1234")
+    os.truncate(tmp_path / "a", 3)
+
+    with pytest.raises(OSError, match="3 bytes are there, and 4 were written"):
+        file.close()
 
 
 def test_only_saves_of_the_dead_are_cleared(tmp_path: Path) -> None:

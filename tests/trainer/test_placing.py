@@ -41,11 +41,16 @@ class Nodes:
         self.placings: list[Uploader] = []
         self.newest: str | None = None
 
-    def start(self, *, rate: float | None = None, retry_s: float = 0.001) -> None:
+    def start(self, *, rate: float | None = None, retry_s: float = 0.001, one_node: bool = False) -> None:
+        if one_node:
+            self.locals = self.locals[:1] * RANKS
         self.placings = [
-            Uploader(self.locals[rank], rank=rank, leads=True, shared=self.shared, pace=Pace(rate), retry_s=retry_s)
+            Uploader(
+                self.locals[rank], rank=rank, leads=rank == 0 or not one_node, shared=self.shared, pace=Pace(rate),
+                retry_s=retry_s,
+            )
             for rank in range(RANKS)
-        ]
+        ]  # fmt: skip
 
     def write(self, held: Held, files: dict[str, bytes], *, local: bool = True, seal: bool = True) -> list[Upload]:
         """Do what the ranks' saves do, up to the sealed manifest."""
@@ -504,5 +509,75 @@ def test_closing_lets_what_waits_arrive_within_its_time(nodes: Nodes) -> None:
 def test_a_file_that_another_node_renames_while_rank_0_looks_costs_no_step(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"123")
     (tmp_path / "renamed.part").symlink_to("nowhere")  # it has a name, and cannot be looked at, as in between
+    sizes = placing_module._Sizes(tmp_path, make(100, {"there": b"123"}).manifest.files, ())
 
-    assert placing_module._sizes(tmp_path) == {"there": 3}
+    assert sizes.look()
+
+    assert set(sizes.names) == {"there"}
+    assert sizes.lacking() == []
+
+
+def test_rank_0_sizes_a_file_once_when_it_is_whole_and_seldom_while_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at 1,000 files would cost shared storage 1,000 requests, twice a second."""
+    sizes = placing_module._Sizes(tmp_path, make(100, {"a": b"123", "b": b"123"}).manifest.files, {"rank-1.json"})
+    (tmp_path / "a").write_bytes(b"123")
+    (tmp_path / "b.part").write_bytes(b"1")
+    (tmp_path / "rank-1.json").touch()
+    assert sizes.look()
+    scan, sized = os.scandir, []
+
+    class Entry:
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self._entry = entry.name, entry
+
+        def stat(self) -> os.stat_result:
+            sized.append(self.name)
+            return self._entry.stat()
+
+    monkeypatch.setattr(os, "scandir", lambda path: [Entry(entry) for entry in scan(path)])
+
+    (tmp_path / "b.part").write_bytes(b"12")
+    assert not sizes.look()
+    assert sized == []
+    assert sizes.lacking() == ["b"]
+
+    (tmp_path / "rank-1.json").unlink()
+    assert sizes.look()
+    (tmp_path / "b.part").rename(tmp_path / "b")
+    assert sizes.look()
+    assert sized == ["b"]
+    assert sizes.lacking() == ["b"], "it has not its full size"
+    (tmp_path / "b").write_bytes(b"123")
+    assert sizes.look()
+    assert sized == ["b", "b"]
+    assert sizes.lacking() == []
+
+    monkeypatch.setattr(placing_module, "SIZES_EVERY_S", 0.0)
+    (tmp_path / "c.part").write_bytes(b"1")
+    assert sizes.look()
+    (tmp_path / "c.part").write_bytes(b"12")
+    assert sizes.look(), "somebody gets on"
+    assert set(sized[2:]) == {"c.part"}
+
+
+def test_a_rank_beside_the_first_of_its_node_asks_the_nodes_disk_and_seldom_shared_storage(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing_module, "ASKED_EVERY_S", LATE_S)
+    asked: list[int] = []
+    read = placing_module.read_plain
+
+    def counted(path: Path, *limits: int, within: Path) -> bytes:
+        asked.append(threading.get_ident())
+        return read(path, *limits, within=within)
+
+    monkeypatch.setattr(placing_module, "read_plain", counted)
+    nodes.start(one_node=True)
+    files = content(100)
+    nodes.hand_over(nodes.write(make(100, files), files))
+
+    assert all(each.wait(time.time() + LATE_S) for each in nodes.placings)
+    assert in_shared(nodes) == ["step_00000100"]
+    assert set(asked) == {nodes.placings[0]._threads[0].ident}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import resource
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -130,12 +131,29 @@ def close(*own: Any | None) -> None:
             dist.destroy_process_group(group)
 
 
+SPARE_DESCRIPTORS = 512  # that the script and torch may need beside a group of ours
+
+
 def new_group(within_s: float) -> Any | None:
-    """Make a gloo group of all ranks; None without torch.distributed.  All ranks call it in one order."""
+    """Make a gloo group of all ranks; None without torch.distributed.  All ranks call it in one order.
+
+    gloo connects each rank with all others: a group costs as many sockets as there are ranks.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    make_room(dist.get_world_size() + SPARE_DESCRIPTORS)
     with noted():
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
+
+
+def make_room(descriptors: int) -> None:
+    """Raise this process's soft limit of open files where fewer than so many more would fit, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + descriptors
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def all_gather(value: Any, group: Any) -> list[Any]:

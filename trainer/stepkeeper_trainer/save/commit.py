@@ -213,13 +213,11 @@ class Commits:
         """
         for name in [_OWNER_NAME, PENDING_NAME, *(report_name(rank) for rank in range(world_size))]:
             (directory / name).unlink(missing_ok=True)
-        found = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
-        promised = {name: entry.bytes for name, entry in manifest.files.items()}
-        if found != promised:
-            wrong = sorted(found.items() ^ promised.items())[:3]
-            raise SaveError(f"{directory}: what is there is not what was written: {wrong}")
+        promised = set(manifest.files)
+        if wrong := promised.symmetric_difference(os.listdir(directory)):  # each writer has looked at its sizes
+            raise SaveError(f"{directory}: what is there is not what was written: {sorted(wrong)[:3]}")
         write_new(directory / MANIFEST_NAME, seal(manifest))
-        fsync_directory(directory)
+        fsync_directory(directory)  # the names of all ranks' files: one sync, however many ranks there are
         self.check_fence()
         final = self.checkpoints / step_name(manifest.step)
         if os.path.lexists(final):  # a replay after a rollback: the older one stays as it is
@@ -227,7 +225,7 @@ class Commits:
             if os.path.lexists(final):
                 raise SaveError(f"{final}: is there already")
         os.rename(directory, final)
-        _remove_strays(final, {*promised, MANIFEST_NAME})
+        _remove_strays(final, promised | {MANIFEST_NAME})
         fsync_directory(self.checkpoints)
         self.check_fence()  # the rename may have taken long; unrecorded, it harms no newer attempt
         before_line()

@@ -1,7 +1,11 @@
-"""`rank-R.json`: what one rank wrote for a save, published by rename once it is durable.
+"""`rank-R.json`: what one rank wrote for a save, once that is durable.
 
 The commit needs these files only, not the processes that wrote them: a rank that dies after its report
 does not stop the commit.
+
+Hundreds of ranks report into one directory of shared storage.  So a report costs one new file: rank 0 reads it as soon
+as it is complete, and it is gone before the step directory gets its name.  Nobody reads it after a crash, so it is
+neither synced nor renamed.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.durable import fsync_directory, write_atomically
+from stepkeeper_trainer.formats.durable import write_all
 from stepkeeper_trainer.formats.manifest import FileEntry
-from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, MismatchError, decode, naming, read_plain
 from stepkeeper_trainer.save.replicas import Digest
 
 if TYPE_CHECKING:
@@ -83,15 +87,21 @@ def report_name(rank: int) -> str:
 
 
 def publish(directory: Path, report: RankReport) -> None:
-    """Make the names of this rank's files durable, and its report visible: nothing can fail after that.
+    """Make the report of what this rank has synced visible.  Its last byte makes it complete.
 
-    Else a rank could report a failure of a save that rank 0 commits at that moment.
+    The names of this rank's files are no matter of the report: each file was synced after it was made, and rank 0
+    syncs the directory once all files are there.
 
     Raises:
-        OSError: nothing is visible.
+        OSError: the report is not complete, so it does not count.
     """
-    fsync_directory(directory)
-    write_atomically(directory / report_name(report.rank), msgspec.json.encode(report), name_durable=False)
+    path = directory / report_name(report.rank)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with naming(path):
+            write_all(descriptor, msgspec.json.encode(report))
+    finally:
+        os.close(descriptor)
 
 
 def publish_failure(directory: Path, report: RankReport) -> None:
@@ -118,11 +128,16 @@ def gather(
         OSError: the directory cannot be read.
     """
     reports: dict[int, RankReport] = {}
+    torn = ""  # the newest report that is there in part
     missing = {report_name(rank): rank for rank in range(world_size)}
     began_at = time.monotonic()
     while True:
         for name in sorted(missing.keys() & _names(directory)):  # one listing, however many ranks are missing
-            report = _read(directory / name)
+            try:
+                report = _read(directory / name)
+            except DecodeError as error:
+                torn = f"; {name} is not a report: {error}"
+                continue  # its rank writes it still, or has died of it
             rank = missing.pop(name)
             if report.error is not None or report.save_id != save_id:
                 raise SaveError(f"rank {rank}: {report.error or 'reported another save'}")
@@ -132,7 +147,7 @@ def gather(
         if (why := given_up(missing.values())) is not None:
             raise SaveError(why)
         if time.time() >= limit_at:
-            raise SaveError(f"rank {min(missing.values())} (and perhaps others) did not report in time")
+            raise SaveError(f"rank {min(missing.values())} (and perhaps others) did not report in time{torn}")
         pause_s = min(_PAUSE_S[1], max(_PAUSE_S[0], _PAUSE_SHARE * (time.monotonic() - began_at)))
         time.sleep(min(pause_s, max(0.0, limit_at - time.time())))
 
@@ -143,7 +158,13 @@ def _names(directory: Path) -> set[str]:
 
 
 def _read(path: Path) -> RankReport:
+    """Return a report.
+
+    Raises:
+        DecodeError: it is not complete.
+        SaveError: it is complete, and something else.
+    """
     try:
         return decode(_decoder, read_plain(path, REPORT_BYTES_MAX, within=path.parent))
-    except DecodeError as error:
+    except MismatchError as error:
         raise SaveError(f"{path}: not a report: {error}") from error

@@ -153,12 +153,13 @@ class HashingFile:
                 os.ftruncate(self._descriptor, self._digester.bytes)
 
     def close(self) -> None:
-        """Make the file durable.  Raises OSError."""
+        """Make the file durable.  Raises OSError, also where it has another size than was written."""
         if self._descriptor is None:
             return
         try:
             with naming(self._path):
                 os.fsync(self._descriptor)
+                _require_size(self._descriptor, self._digester.bytes)
         finally:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
@@ -189,6 +190,13 @@ class HashingFile:
         if upto > self._flushed:
             os.posix_fadvise(self._descriptor, self._flushed, upto - self._flushed, os.POSIX_FADV_DONTNEED)
             self._flushed = upto
+
+
+def _require_size(descriptor: int, size: int) -> None:
+    """Look at our own file while it is open, which costs shared storage nothing: rank 0 need not look at all files."""
+    found = os.fstat(descriptor).st_size
+    if found != size:
+        raise OSError(errno.EIO, f"{found} bytes are there, and {size} were written")
 
 
 Extent = tuple[int, int, int, int, int, int]

@@ -81,11 +81,16 @@ class DirectoryTier:
 
     def find(self, held: Held, *, despite: Collection[str] = ()) -> str | None:
         """Return the directory in which this very save is a step here; `despite` are damaged ones."""
-        step, save_id = step_name(held.manifest.step), held.manifest.save_id
-        for name in {step, f"{step}.{save_id[:8]}"}.difference(despite):
+        found = self.committed(held.manifest.step, held.manifest.save_id, despite=despite)
+        return found.directory if found is not None else None
+
+    def committed(self, step: int, save_id: str, *, despite: Collection[str] = ()) -> Held | None:
+        """Return a save that is a step here; `despite` are damaged directories."""
+        usual = step_name(step)
+        for name in {usual, f"{usual}.{save_id[:8]}"}.difference(despite):
             with suppress(ManifestError, OSError):  # another save's, or damaged: not this one
-                if self.held(name).manifest.save_id == save_id:
-                    return name
+                if (held := self.held(name)).manifest.save_id == save_id:
+                    return held
         return None
 
     def problems(self, held: Held, *, deep: bool) -> list[str]:
@@ -434,6 +439,10 @@ class LocalTier:
     def find(self, held: Held) -> str | None:
         """Return the directory in which this very save is a step here."""
         return self.tier.find(held)
+
+    def committed(self, step: int, save_id: str) -> Held | None:
+        """Return a save that is a step here, as far as the ranks of this node wrote it."""
+        return self.tier.committed(step, save_id)
 
     def steps(self) -> list[Held]:
         """Return the steps of which something is here, newest first.  Raises OSError."""

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ SEALED_WITHIN_S = 3600.0  # all ranks have written
 STALLED_S = 600.0  # no rank's copy has got on for so long
 NODE_WITHIN_S = 120.0  # the first rank of a node makes its part a step
 _PAUSE_S = (0.02, 0.5)
+ASKED_EVERY_S = 5.0  # shared storage, by a rank whose node's first rank asks it, too
+SIZES_EVERY_S = 30.0  # of files that are being copied still: they only show whether anybody gets on
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,10 +232,17 @@ class Uploader:
                 save.settled.set()
 
     def _sealed(self, save: Upload) -> Held:
-        """Wait for the manifest."""
+        """Wait for the manifest: on the node's own disk, once its first rank has seen it on shared storage."""
         path = save.directory / PENDING_NAME
         limit_at = time.monotonic() + SEALED_WITHIN_S
-        for _ in self._pauses(save):
+        aside = save.is_local and not self._leads
+        asked_at = time.monotonic() if aside else -ASKED_EVERY_S
+        for _ in self._pauses(save, aside=aside):
+            if aside and (held := self.local.committed(save.step, save.save_id)) is not None:
+                return held
+            if aside and time.monotonic() < asked_at + ASKED_EVERY_S:
+                continue
+            asked_at = time.monotonic()
             with suppress(FileNotFoundError):  # not yet
                 data = read_plain(path, MANIFEST_BYTES_MAX, within=save.directory)
                 return Held.read(save.directory.name, data, source=str(path))
@@ -261,7 +270,7 @@ class Uploader:
         if not save.is_local:
             return None
         limit_at = time.monotonic() + NODE_WITHIN_S
-        for _ in self._pauses(save):
+        for _ in self._pauses(save, aside=True):
             if (name := self.local.find(held)) is not None:
                 return name
             if time.monotonic() > limit_at:
@@ -308,21 +317,22 @@ class Uploader:
     def _commit(self, save: Upload, held: Held) -> None:
         """On rank 0: wait for the files of all ranks, and commit."""
         assert save.commit is not None, "rank 0 commits"
-        there, since = -1, time.monotonic()
+        sizes = _Sizes(save.directory, held.manifest.files, {report_name(rank) for rank in save.to_come})
+        since = time.monotonic()
         for _ in self._pauses(save):
-            sizes = _sizes(save.directory)
-            for name in sizes:
+            changed = sizes.look()
+            for name in sizes.names:
                 if name.startswith(FAILED):
                     why = read_plain(save.directory / name, within=save.directory).decode(errors="replace")
                     raise TierError(f"rank {name.removeprefix(FAILED)} could not copy: {why}")
-            lacking = [name for name, entry in held.manifest.files.items() if sizes.get(name) != entry.bytes]
+            lacking = sizes.lacking()
             gone = self.ended(range(held.manifest.world_size))
-            if not lacking and all(rank in gone for rank in save.to_come if report_name(rank) in sizes):
+            if not lacking and all(rank in gone for rank in save.to_come if report_name(rank) in sizes.names):
                 break
             if theirs := [name for name in lacking if writer_of(name) in gone]:
                 raise TierError(f"{theirs[0]} will never be copied: its rank has ended")
-            if sum(sizes.values()) != there:
-                there, since = sum(sizes.values()), time.monotonic()
+            if changed:
+                since = time.monotonic()
             elif time.monotonic() > since + STALLED_S:
                 what = lacking[0] if lacking else "a rank's word that it is through"
                 raise TierError(f"no rank has copied anything for {STALLED_S:g} s: {what} is missing")
@@ -354,26 +364,64 @@ class Uploader:
     def _dropped(self, save: Upload) -> bool:
         return self._stopping or not save.directory.is_dir()
 
-    def _pauses(self, save: Upload) -> Iterator[None]:
+    def _pauses(self, save: Upload, *, aside: bool = False) -> Iterator[None]:
         """Yield at once and then after growing pauses, until nobody needs the save any more.
+
+        One that waits `aside`, for another rank of its node, seldom asks shared storage for that.
 
         Raises:
             CopyStoppedError: it was given up or left out, or this process leaves.
         """
-        pause_s = _PAUSE_S[0]
+        pause_s, asked_at = _PAUSE_S[0], time.monotonic()
         while True:
             yield
-            if self._dropped(save):
+            asks = not aside or time.monotonic() >= asked_at + ASKED_EVERY_S
+            if asks:
+                asked_at = time.monotonic()
+            if self._dropped(save) if asks else self._stopping:
                 raise CopyStoppedError(f"step {save.step}: given up, or the process leaves")
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause_s)
             pause_s = min(1.5 * pause_s, _PAUSE_S[1])
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """Return the size of each file there; what another node renames meanwhile may be missing."""
-    sizes = {}
-    for entry in os.scandir(directory):
-        with suppress(FileNotFoundError):
-            sizes[entry.name] = entry.stat().st_size
-    return sizes
+class _Sizes:
+    """What is there of a save in flight, for rank 0: a listing a look, and each file's size once it is complete."""
+
+    def __init__(self, directory: Path, wanted: Mapping[str, FileEntry], reports: Collection[str]) -> None:
+        """Know nothing yet; `reports` only have to be gone."""
+        self._directory, self._wanted, self._reports = directory, wanted, reports
+        self._sizes: dict[str, int] = {}
+        self._sized_at = 0.0  # those of files that are not complete
+
+    @property
+    def names(self) -> Collection[str]:
+        """What is there; what another node renames meanwhile may be missing."""
+        return self._sizes
+
+    def lacking(self) -> list[str]:
+        """Return the files that are not there with their full size."""
+        return [name for name in self._wanted if not self._is_whole(name)]
+
+    def look(self) -> bool:
+        """Look again; true where something has changed."""
+        now = time.monotonic()
+        sizes_all = now >= self._sized_at + SIZES_EVERY_S
+        if sizes_all:
+            self._sized_at = now
+        found = {}
+        for entry in os.scandir(self._directory):
+            known = self._sizes.get(entry.name)
+            if entry.name in self._reports:
+                known = 0
+            elif known is not None and not self._is_whole(entry.name) and (sizes_all or entry.name in self._wanted):
+                known = None
+            with suppress(FileNotFoundError):
+                found[entry.name] = entry.stat().st_size if known is None else known
+        changed = found != self._sizes
+        self._sizes = found
+        return changed
+
+    def _is_whole(self, name: str) -> bool:
+        entry = self._wanted.get(name)
+        return entry is not None and self._sizes.get(name) == entry.bytes

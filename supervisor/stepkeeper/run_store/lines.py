@@ -162,7 +162,10 @@ def _harmless(value: Any) -> Any:
 
 
 class NewestWriter:
-    """Writes the newest version of a small file on a thread of its own: slow storage delays nobody."""
+    """Writes the newest version of a small file on a thread of its own: slow storage delays nobody.
+
+    A power cut may bring back an older version, until the last one is written.
+    """
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class NewestWriter:
             last, newest = self._closing.is_set(), self._newest
             try:
                 if newest is not None:
-                    write_atomically(self._path, encode(newest) + b"\n", mode=0o644)
+                    write_atomically(self._path, encode(newest) + b"\n", mode=0o644, name_durable=last)
             except OSError as error:
                 self._on_error(error)
             except Exception as error:  # noqa: BLE001 - handed over

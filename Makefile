@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify bench-save-scale lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-frameworks-oldest test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify bench-save-scale bench-storage lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-frameworks-oldest test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -171,6 +171,9 @@ bench-control-plane: setup  ## one supervisor with 64, 1,024 and 10,000 simulate
 
 bench-save-scale: setup  ## what a save costs rank 0 of 64, 256 and 1,024 simulated ranks (docs/scale.md)
 	$(V)/python -m tests.bench_save_scale $(BENCH)
+
+bench-storage: setup  ## what a save asks of shared storage, and the sockets of a rank, counted (docs/scale.md)
+	$(V)/python -m tests.bench_storage $(BENCH)
 
 bench-recovery: setup  ## recoveries under us and six other ways, side by side (docs/benchmarks-recovery.md)
 	$(AS_ROOT) $(V)/python -m tests.bench_recovery $(BENCH)

@@ -5,13 +5,16 @@ python -m tests.demo [--steps N] [--keep]
 
 import argparse
 import contextlib
+import itertools
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.run_store import status as status_file
+from stepkeeper.run_store.journal import Record
 from tests.lab import Lab, LabOptions
 from tests.lab.jobs import ENDED
 from tests.lab.looking import holds_within
@@ -82,19 +85,32 @@ def follow(training: Training, until=lambda: False) -> None:
         holds_within(until, PROGRESS_EVERY_S)  # what is to happen next comes as soon as it may
 
 
+def told(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield the decisions of a story, each once: of those in a row that say the same, the last one."""
+    decisions = [
+        record
+        for record in records
+        if record.why and not isinstance(record.event, on.CheckpointCommitted | on.WatcherReady)
+    ]
+    seen = set()
+    for _, alike in itertools.groupby(decisions, lambda record: (record.attempt, record.why)):
+        *_, record = alike
+        key = (record.attempt, record.phase, record.why)
+        if key not in seen:
+            seen.add(key)
+            yield record
+
+
 def timeline(training: Training) -> None:
     """Tell the story from the journal."""
     print(f"\nThe story, from {training.run_dir.name}/journal.jsonl:")
-    started = None
-    for record in training.records():
-        started = started if started is not None else record.event.at
-        if record.why and not isinstance(record.event, on.CheckpointCommitted | on.WatcherReady):
-            print(
-                f"  {record.event.at - started:7.2f} s  attempt {record.attempt}  {record.phase.value:10}  {record.why}"
-            )
+    records = training.records()
+    for record in told(records):
+        seconds = record.event.at - records[0].event.at
+        print(f"  {seconds:7.2f} s  attempt {record.attempt}  {record.phase.value:10}  {record.why}")
     saves = training.events(on.CheckpointCommitted)
     print(f"  {len(saves)} checkpoints committed: steps {', '.join(str(save.event.step) for save in saves)}")
-    notices = [r.event.at for r in training.records() if any(isinstance(e, do.RequestSave) for e in r.effects)]
+    notices = [r.event.at for r in records if any(isinstance(e, do.RequestSave) for e in r.effects)]
     commits = [save.event.at for save in saves if save.event.emergency]
     if notices and commits:
         print(f"  from the notice to the verified emergency checkpoint: {commits[0] - notices[0]:.2f} s")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.run_store import lines
 from stepkeeper.run_store.paths import RunDirectory
@@ -30,6 +31,23 @@ def test_the_journal_reads_as_a_timeline(command: Command, run: RunDirectory) ->
         "loss=2.25",
     ):
         assert words in said.out
+
+
+def test_what_is_empty_or_bulk_is_in_the_json_only(command: Command, run: RunDirectory) -> None:
+    fields = {"job_id": 12, "restart_count": 0, "attempt": 0, "nodes": ("n1",), "batch_node": "n1", "kill_wait_s": 0.0}
+    losses = tuple((step, 19.0) for step in range(200))
+    started = on.AttemptStarted(at=build.START, losses=losses, end_at=build.START, **fields)  # type: ignore[arg-type]
+    launch = do.StartLaunch(launch=0, resume_from=None, address="n1", port=1, nodes=())
+    build.write_journal(run, [build.record(started, effects=(do.StartBus(bus=1), launch))])
+
+    said = command("events", run.path)
+
+    assert "nodes=n1 batch_node=n1" in said.out
+    assert "kill_wait_s=0 " in said.out, "a zero says something"
+    assert "end_at=2026-" in said.out
+    for hidden in (" losses=", "baseline=", "previous=", "tried=", "=none", "..."):
+        assert hidden not in said.out
+    assert json.loads(command("events", run.path, "--json").out)["event"]["losses"][199] == [199, 19.0]
 
 
 def test_json_gives_the_records_as_they_stand(command: Command, run: RunDirectory) -> None:

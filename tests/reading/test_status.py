@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from stepkeeper.core import events as on
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, Watchers
 from stepkeeper.run_analytics.glance import glance, line
@@ -98,6 +99,31 @@ def test_the_checkpoint_of_a_framework_is_looked_for_where_it_is(
     reported = json.loads(command("report", run.path, "--json").out)
     [states] = [each["states"] for each in reported["checkpoints"] if each["directory"] == name]
     assert states == ["verified"]
+
+
+def test_after_the_end_of_a_run_a_person_verifies_its_last_checkpoint(
+    command: Command, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepkeeper_trainer.formats.verify.SETTLED_S", -1e9)  # the files are new
+    build.write_journal(run, build.story(run))
+    build.make_steps(run)
+    last = str(run.checkpoints / "step_00000200")
+
+    def told_of(**changes: object) -> str:
+        build.write_status(run, phase="done", **changes)
+        (row,) = [row for row in command("status", run.path).out.splitlines() if row.startswith("checkpoint ")]
+        return row
+
+    assert told_of(exit_code=ExitCode.REQUEUED).endswith(": committed, not yet verified"), (
+        "the next attempt verifies it"
+    )
+    assert told_of(exit_code=ExitCode.FINISHED).endswith(
+        f": committed, not verified (to verify it: stepkeeper checkpoints verify {last})"
+    )
+    document = json.loads(command("status", run.path, "--json").out)
+    assert document["checkpoint_state"] == "committed, not yet verified", "programs compare this word"
+    assert command("checkpoints", "verify", last).code == 0
+    assert told_of(exit_code=ExitCode.FINISHED).endswith(": verified")
 
 
 def test_a_start_says_what_it_waits_for(command: Command, run: RunDirectory) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
@@ -27,6 +28,7 @@ from stepkeeper.run_analytics.report import live
 from stepkeeper.run_store.paths import RunDirectory
 from tests.reading import build as runs
 from tests.reading.conftest import Command, command, run
+from tests.reasons import in_words
 from tests.report.test_page import EVIL, Page
 from tests.run_analytics.build import START, Journal
 
@@ -369,6 +371,22 @@ def test_a_finished_run_is_shown_as_it_ended(run: RunDirectory) -> None:
     assert "(exit code 0)" in parts["said"]
     assert "none in use" in parts["now"]
     assert "ETA" not in parts["now"]
+
+
+def test_what_a_run_that_has_ended_has_not_verified_a_person_may_verify(run: RunDirectory) -> None:
+    ended = do.Exit(code=0, reasons=in_words("the training is finished"))
+    last = runs.record(on.Tick(at=START + 50), phase=Phase.DONE, why="the training is finished", effects=(ended,))
+    runs.write_journal(run, [*runs.story(run), last])
+    runs.make_steps(run, 2)
+    runs.write_status(run, phase="done", exit_code=0, total_steps=250)
+
+    with served(run) as viewer:
+        parts = viewer.news()["parts"]
+
+    shown = Page(parts["now"]).text
+    assert f"(to verify it: stepkeeper checkpoints verify {run.checkpoints / 'step_00000200'})" in shown
+    assert "2 committed, not verified, " in Page(parts["checkpoints"]).text
+    assert "not yet verified" not in shown + Page(parts["checkpoints"]).text
 
 
 def test_a_run_that_is_removed_and_comes_back_says_so(run: RunDirectory) -> None:

@@ -19,6 +19,8 @@ from stepkeeper.run_store.journal import Line
 
 DETAIL_CHARACTERS_MAX = 400
 _SHOWN_ELSEWHERE = ("event", "at", "launch", "attempt", "job_id", "restart_count")
+_EMPTY: tuple[Any, ...] = (None, "", (), [], {})
+_JSON_ONLY = ("losses",)  # hundreds of numbers
 
 
 def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,10 +74,7 @@ def _show(line: Line) -> None:
     assert record is not None, "the caller passes over torn lines"
     event = msgspec.to_builtins(record.event)
     launch = f"{record.attempt}.{record.launch}"
-    details = [
-        f"{key}={_word(value)}" for key, value in event.items() if key not in _SHOWN_ELSEWHERE and value is not None
-    ]
-    said = printing.clean(" ".join(details))
+    said = printing.clean(_words(event, without=_SHOWN_ELSEWHERE + _JSON_ONLY))
     if len(said) > DETAIL_CHARACTERS_MAX:
         said = said[:DETAIL_CHARACTERS_MAX] + "..."
     name = event["event"]
@@ -87,8 +86,13 @@ def _show(line: Line) -> None:
         ordered = msgspec.to_builtins(effect)
         if reasons := getattr(effect, "reasons", ()):
             ordered["reasons"] = text(reasons)
-        words = [f"{key}={_word(value)}" for key, value in ordered.items() if key != "effect" and value is not None]
-        printing.say(f"{margin}-> {ordered['effect']} {' '.join(words)}".rstrip())
+        printing.say(f"{margin}-> {ordered['effect']} {_words(ordered, without=('effect',))}".rstrip())
+
+
+def _words(fields: dict[str, Any], without: tuple[str, ...]) -> str:
+    """Return `key=value` for each field that holds something."""
+    shown = {key: value for key, value in fields.items() if key not in without and value not in _EMPTY}
+    return " ".join(f"{key}={_word(value)}" for key, value in shown.items())
 
 
 def _word(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shlex
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,7 +20,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
-from stepkeeper.run_analytics import queue, reading
+from stepkeeper.run_analytics import queue, reading, timeline
 from stepkeeper.run_analytics.model import SECOND, Key, Rows, exit_meaning
 from stepkeeper.run_analytics.queue import Queued, Waiting, Waits
 from stepkeeper.run_store import journal, submission
@@ -27,6 +28,7 @@ from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.journal import Record
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import NO_LIBRARY, Status, heard_at, is_silent
+from stepkeeper_trainer.formats.steps import COMMITTED
 
 RECORDS_BACK_MAX = 1_500  # of a look that is taken again each second
 DECISIONS_MAX = 40
@@ -364,7 +366,11 @@ def _checkpoint(seen: Glance, status: Status, now: float) -> str:
         words += f", {status.step - status.checkpoint_step:,} steps ago"
     if seen.committed_at is not None:
         words += f", {_ago(seen.committed_at, now)}"
-    return f"{words}{f': {seen.checkpoint_state}' if seen.checkpoint_state else ''}{in_memory}"
+    if seen.checkpoint_state:
+        words += f": {timeline.in_words(seen.checkpoint_state, is_over=seen.is_over)}"
+    if seen.checkpoint_state == COMMITTED and seen.checkpoint and seen.is_over:
+        words += f" (to verify it: stepkeeper checkpoints verify {shlex.quote(seen.checkpoint)})"
+    return words + in_memory
 
 
 def steps(status: Status) -> str:

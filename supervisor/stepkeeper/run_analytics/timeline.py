@@ -291,3 +291,12 @@ def condition(problem: str, *, verified: bool) -> str:
     'committed, not yet verified'
     """
     return DAMAGED if problem else VERIFIED if verified else COMMITTED
+
+
+def in_words(state: str, *, is_over: bool) -> str:
+    """Return the state of a checkpoint for people: after the end of a run, no supervisor verifies one.
+
+    >>> in_words("committed, not yet verified", is_over=True)
+    'committed, not verified'
+    """
+    return "committed, not verified" if is_over and state == COMMITTED else state

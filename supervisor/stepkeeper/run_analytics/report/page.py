@@ -29,7 +29,7 @@ from stepkeeper.run_analytics.report.lanes import (
     when,
     zone,
 )
-from stepkeeper.run_analytics.timeline import RunState, Timeline
+from stepkeeper.run_analytics.timeline import RunState, Timeline, in_words
 from stepkeeper_trainer.formats.steps import COMMITTED, DAMAGED, VERIFIED
 
 # How to go on with a run that does not do so by itself: what to mend, and what to type.
@@ -326,19 +326,20 @@ def _checkpoints(seen: Timeline, detail: Detail) -> str:
     found = seen.checkpoints
     if not found:
         return section("Checkpoints", "<p>None yet.</p>")
-    counts = Counter(state for each in found for state in each.states)
+    is_over = seen.run_state in {RunState.FINISHED, RunState.ENDED}
+    counts = Counter(in_words(state, is_over=is_over) for each in found for state in each.states)
     summary = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
     special = [each for each in found if set(each.states) - NORMAL - {"pruned"} or each.resumed][-detail.rows :]
     newest = found[-detail.rows // 3 :]
     shown = sorted({id(each): each for each in (*special, *newest)}.values(), key=lambda each: -each.step)
-    rows = [_checkpoint(each) for each in shown]
+    rows = [_checkpoint(each, is_over=is_over) for each in shown]
     head = ("step", "committed", "took", "size", "state", "resumed", "directory")
     body = f"<p class=note>{summary}.{_left_out(len(found) - len(shown))}</p>"
     return section("Checkpoints", body + table(head, rows, right=frozenset((0, 2, 3, 5))))
 
 
-def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
-    states = state_words(each.states)
+def _checkpoint(each: Checkpoint, *, is_over: bool) -> tuple[str, ...]:
+    states = state_words(each.states, is_over=is_over)
     problem = f"<br><small>{text(each.problem)}</small>" if each.problem else ""
     return (
         f"{each.step:,}",
@@ -351,11 +352,11 @@ def _checkpoint(each: Checkpoint) -> tuple[str, ...]:
     )
 
 
-def state_words(states: Sequence[str]) -> str:
+def state_words(states: Sequence[str], *, is_over: bool) -> str:
     """Return the states of a step directory, each in its colour."""
-    return "".join(
-        f"<em class='c-{_STATE_CLASSES.get(state, state.replace(' ', '-'))}'>{state}</em>" for state in states
-    )
+    classes = (_STATE_CLASSES.get(state, state.replace(" ", "-")) for state in states)
+    words = (in_words(state, is_over=is_over) for state in states)
+    return "".join(f"<em class='c-{css}'>{word}</em>" for css, word in zip(classes, words, strict=True))
 
 
 def _started(about: About, detail: Detail) -> str:

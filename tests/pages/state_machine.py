@@ -52,9 +52,9 @@ Each arrow names the events that lead from one phase to the next in the table be
 _TABLE = """
 ## Events
 
-Each column is a typical state of a phase. Each cell is what `decide` makes of the event there. It has the next phase
-where it changes, then the effects in their order. A dot: nothing. With other data an event can lead elsewhere. The
-scenarios in `tests/core/scenarios` show those stories. What `tests/core/test_properties.py` states holds for all.
+Each column is a typical state of a phase. Each cell shows what `decide` does at the event: the next phase, if it
+changes, then the effects in order. A dot: nothing. With other data an event can lead to other effects: see the
+scenarios in `tests/core/scenarios`. `tests/core/test_properties.py` states what holds for all.
 """
 
 replace = msgspec.structs.replace

@@ -8,6 +8,7 @@ from stepkeeper.diagnosis.classify import LIKELY
 from tests.diagnosis.corpus import verdict
 
 HARMLESS = (
+    "wandb: Network error (ConnectTimeout), entering retry loop.",
     "INFO tracker: upload got HTTP status 503; retrying",
     "INFO AWS_IO_THREADS=4",
     "2026-01-01 INFO using google.cloud.storage.transport.Transport",
@@ -82,6 +83,15 @@ def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str
         ("RuntimeError: File /ckpt/iter_1/model_optim_rng.pt cannot be opened.", "storage"),
         ("slurmstepd: error: Munge decode failed: Expired credential", "node_fault"),
         ("[n1:1] PMIX ERROR: NOT-FOUND in file client/pmix_client.c at line 12", "configuration"),
+        (
+            "ValueError: Free memory on device (12.31/79.11 GiB) on startup is less than desired GPU memory utilization",
+            "gpu_memory",
+        ),
+        ("ImportError: cannot import name 'A' from partially initialized module 'mine.model' (circular)", "exception"),
+        ("ImportError: cannot import name 'A' from 'transformers.utils' (/env/utils.py)", "version_mismatch"),
+        ("InductorError: RuntimeError: Cannot find a working triton installation.", "version_mismatch"),
+        ("torch._dynamo.exc.Unsupported: Data-dependent branching", "exception"),
+        ("OSError: [Errno 37] No locks available: '/home/u/hub/.locks/x.lock'", "storage"),
     ],
 )
 def test_a_line_of_a_real_failure_still_decides(line: str, cause: str) -> None:

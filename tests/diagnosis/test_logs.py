@@ -11,7 +11,7 @@ import pytest
 
 from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import log_lines, logs, rules
-from stepkeeper.diagnosis.classify import Role
+from stepkeeper.diagnosis.classify import LIKELY, Role
 from tests.diagnosis.corpus import verdict
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,28 @@ def test_an_error_that_training_went_on_after_did_not_end_it() -> None:
 
     assert verdict(survived).cause is not Cause.GPU_MEMORY or verdict(survived).role is Role.CONFIRMATION
     assert verdict(survived + "\n" + STACK).cause is Cause.GPU_MEMORY
+
+
+@pytest.mark.parametrize("times", [1, 2, 7])
+@pytest.mark.parametrize(
+    "said",
+    [
+        OOM,
+        STACK,
+        "mlflow: HTTPConnectionPool(host='tracker', port=80): Max retries exceeded with url: /api",
+        "could not read /data/7.tar: [Errno 5] Input/output error; next shard",
+        "Found nan in gradients of this batch",
+    ],
+)
+def test_errors_that_training_went_on_after_each_time_did_not_end_it(said: str, times: int) -> None:
+    steps = "".join(f"step {step} loss 2.{step}\n" for step in range(6))
+    survived = f"{said}\n{steps}" * times
+    error = 'Traceback (most recent call last):\n  File "/w/train.py", line 9, in <module>\nIndexError: list index'
+
+    assert verdict(survived + "bye").confidence < LIKELY
+    assert verdict(survived + error).location == "IndexError at /w/train.py:9"
+    assert verdict(survived + said).cause is verdict(said).cause
+    assert verdict(survived + said).confidence == verdict(said).confidence
 
 
 def test_ranks_that_slurm_ends_write_on_for_a_while() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def log_evidence(log: Log, *, node: str = "") -> list[Evidence]:
             said = _evidence(row, line, node)
             found.append(_weakened(said) if _WARNING.match(line.text) else said)
     found = _unchain(sorted(found, key=lambda each: each.line or 0), raised)
-    return _survived(_once(found), log.lines, table)
+    return _once(_survived(found, log.lines, table))
 
 
 def _shape(text: str) -> str:
@@ -227,12 +228,15 @@ def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
 
 
 def _once(found: list[Evidence]) -> list[Evidence]:
+    """Return the first piece of each rule and rank, or the first that training did not outlive, with a count."""
     first: dict[tuple[str, int | None], Evidence] = {}
     for each in found:
         key = (each.rule, each.rank)
         known = first.get(key)
         if known is not None:
-            first[key] = msgspec.structs.replace(known, count=known.count + 1, location=known.location or each.location)
+            kept, other = (each, known) if each.confidence > known.confidence else (known, each)
+            location = kept.location or other.location
+            first[key] = msgspec.structs.replace(kept, count=known.count + 1, location=location)
         elif len(first) < EVIDENCE_MAX:
             first[key] = each
     return list(first.values())
@@ -244,11 +248,10 @@ def _survived(found: list[Evidence], lines: tuple[Line, ...], table: rules.Rules
     persists = {rule.row.id for rule in table.rules if rule.row.persists}
     result = []
     for each in found:
-        after = sum(number > (each.line or 0) for number in progress)
+        after = len(progress) - bisect_right(progress, each.line or 0)
         is_the_end = each.plane is Plane.SLURM and each.cause in ENDS_OF_SLURM
         enough = SURVIVED_THE_END_AFTER_LINES if is_the_end else SURVIVED_AFTER_LINES
-        survived = each.role is not Role.CONFIRMATION and each.rule not in persists and each.count == 1
-        if survived and after >= enough:
+        if each.role is not Role.CONFIRMATION and each.rule not in persists and after >= enough:
             result.append(msgspec.structs.replace(each, role=Role.CONFIRMATION, confidence=0.3 * each.confidence))
         else:
             result.append(each)

@@ -86,6 +86,26 @@ def test_the_shape_of_a_bare_sruns_own_task_is_not_that_of_the_ranks():
     assert (found.tasks_per_node, found.cpus_per_task, found.overcommit) == (2, 2, False)
 
 
+@pytest.mark.parametrize(
+    ("asked", "cpus", "shape"),
+    [
+        ({"SLURM_NTASKS": "8"}, "4(x2)", (4, 1)),  # sbatch -N2 -n8
+        ({"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2"}, "8(x2)", (4, 2)),
+        ({"SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "4"}, "16(x2)", (4, 4)),
+        ({"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2"}, "4(x2)", (2, 2)),
+        ({"SLURM_NTASKS": "9"}, "8,2", (1, 2)),  # no even share: each node has CPUs for its rank
+        ({"SLURM_NTASKS_PER_NODE": "2"}, "2,64", (2, 1)),
+        ({}, "16(x2)", (1, 16)),
+    ],
+)
+def test_ranks_are_as_the_job_asks_for_tasks_and_have_cpus_on_each_node(asked, cpus, shape):
+    told = {**JOB, "SLURM_TASK_PID": "1", "SLURM_JOB_CPUS_PER_NODE": cpus, **asked}
+
+    found = read_allocation(told, Names(), None)
+
+    assert (found.tasks_per_node, found.cpus_per_task, found.overcommit) == (*shape, False)
+
+
 def test_a_supervisor_on_a_login_node_counts_the_first_node_as_the_batch_node():
     assert read_allocation(JOB, Names(), 1).batch_node == "n1"
 

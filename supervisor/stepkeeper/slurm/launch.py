@@ -356,23 +356,26 @@ def read_allocation(environment: Mapping[str, str], client: SlurmCommands, tasks
     nodes = client.hostnames(environment["SLURM_JOB_NODELIST"])
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     asked = environment.get("SLURM_NTASKS_PER_NODE", "")
+    in_all = environment.get("SLURM_NTASKS", "")  # of `--ntasks`
     if tasks_per_node is not None:
         tasks = tasks_per_node
     elif gpus.isdigit() and int(gpus):
         tasks = int(gpus)
     elif asked.isdigit():
         tasks = int(asked)
+    elif in_all.isdigit() and int(in_all) and int(in_all) % len(nodes) == 0:
+        tasks = int(in_all) // len(nodes)
     else:
         tasks = 1
     if tasks < 1:
         raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
     per_task = environment.get("SLURM_CPUS_PER_TASK", "")
     cpus: int | None
-    on_node = re.match(r"\d+", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    on_nodes = re.findall(r"(?:^|,)(\d+)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))  # such as 8,2(x3)
     if per_task.isdigit() and not _in_srun(environment):  # else those of a bare srun's only task: ours
         cpus = int(per_task)
-    elif on_node:
-        cpus = int(on_node.group()) // tasks
+    elif on_nodes:
+        cpus = min(map(int, on_nodes)) // tasks
     else:
         cpus = None
     here = node_name()  # that of salloc may be a login node

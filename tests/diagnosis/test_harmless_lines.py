@@ -8,6 +8,7 @@ from stepkeeper.diagnosis.classify import LIKELY
 from tests.diagnosis.corpus import verdict
 
 HARMLESS = (
+    "INFO storage: 503 GET https://x/b/c: Service Unavailable, retrying",
     "wandb: Network error (ConnectTimeout), entering retry loop.",
     "INFO tracker: upload got HTTP status 503; retrying",
     "INFO AWS_IO_THREADS=4",
@@ -91,6 +92,16 @@ def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str
         ("ImportError: cannot import name 'A' from 'transformers.utils' (/env/utils.py)", "version_mismatch"),
         ("InductorError: RuntimeError: Cannot find a working triton installation.", "version_mismatch"),
         ("torch._dynamo.exc.Unsupported: Data-dependent branching", "exception"),
+        (
+            "ValueError: Expected parameter loc (Tensor of shape (64, 2)) of distribution Normal(loc: torch.Size([64, 2])) "
+            "to satisfy the constraint Real(), but found invalid values:",
+            "numerical",
+        ),
+        (
+            "google.api_core.exceptions.RetryError: Timeout of 120.0s exceeded, last exception: 503 GET https://x/b/c: "
+            "Service Unavailable",
+            "network",
+        ),
         ("OSError: [Errno 37] No locks available: '/home/u/hub/.locks/x.lock'", "storage"),
     ],
 )

@@ -165,6 +165,12 @@ def test_errors_that_training_went_on_after_each_time_did_not_end_it(said: str, 
     assert verdict(survived + said).confidence == verdict(said).confidence
 
 
+def test_a_pool_whose_process_is_gone_was_killed_as_far_as_anybody_knows() -> None:
+    said = "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly"
+
+    assert verdict(f"{said} while the future was running or pending.").rule == "killed"
+
+
 def test_ranks_that_slurm_ends_write_on_for_a_while() -> None:
     """As many lines as fit into KillWait say nothing against Slurm's word; more of them are another attempt's."""
     ended = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-10T15:27:25 DUE TO TIME LIMIT ***"

@@ -174,6 +174,50 @@ def test_a_training_that_goes_on_from_nothing_is_told_so(tmp_path: Path, text: s
     assert ("starts from the beginning in each attempt" in said.no_way) is told
 
 
+SAVES_ITSELF = """\
+p.add_argument('--resume', default='', metavar='PATH')
+p.add_argument('--epochs', type=int)
+args = p.parse_args()
+if args.resume:
+    model.load_state_dict(torch.load(args.resume))
+loss.backward()
+torch.save(model.state_dict(), f'epoch_{epoch}.pt')
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        (SAVES_ITSELF, "python train.py", True),
+        (SAVES_ITSELF, "python train.py {resume}", True),
+        (SAVES_ITSELF, "torchrun --nproc-per-node 2 train.py --epochs 3", True),
+        (SAVES_ITSELF, "srun -n2 python train.py", True),
+        (SAVES_ITSELF, "python train.py --resume last.pt", False),
+        (SAVES_ITSELF, "python train.py --resume=last.pt", False),
+        (SAVES_ITSELF, "bash -c 'python train.py ${STEPKEEPER_RESUME_FROM:+--resume $STEPKEEPER_RESUME_FROM}'", False),
+        (SAVES_ITSELF.replace("default=''", "default='last.pt'"), "python train.py", False),
+        (SAVES_ITSELF.replace("default=''", "action='store_true'"), "python train.py", False),
+        (SAVES_ITSELF.replace("loss.", "args.resume = max(glob.glob('*.pt'))\nloss."), "python train.py", False),
+        (SAVES_ITSELF + "from stepkeeper_trainer import CheckpointManager\n", "python train.py", False),
+        (SAVES_ITSELF + "import transformers\n", "python train.py", False),
+        (SAVES_ITSELF.replace("torch.save", "save"), "python train.py", False),
+    ],
+)
+def test_a_script_whose_own_resume_option_nobody_gives_is_told_so(
+    tmp_path: Path,
+    text: str,
+    line: str,
+    told: bool,  # noqa: FBT001
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    words = shlex.split(line)
+    found = own_script.look(words, tmp_path)
+
+    assert ("what its option --resume names" in own_script.doubts(words, found, append=None).no_way) is told
+    assert own_script.doubts(words, found, append=False) == own_script.Doubts()
+    assert not own_script.doubts(words, found, append=None, followed=True).no_way
+
+
 @pytest.mark.parametrize(
     ("line", "read"),
     [

@@ -23,6 +23,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
@@ -169,7 +170,12 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
         cmd.require_startable(wanted.command, torchrun=config.settings.torchrun)
     script = own_script.look(wanted.command, Path.cwd())
     own_script.require_startable(script, torchrun=config.settings.torchrun)
-    doubts = own_script.doubts(wanted.command, script, append=config.settings.resume_argument)
+    doubts = own_script.doubts(
+        wanted.command,
+        script,
+        append=config.settings.resume_argument,
+        followed=config.settings.framework not in (AUTO, NONE),
+    )
     if script.missing and not any(option.startswith(("--chdir", "-D")) for option in wanted.sbatch):
         printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")
     if script.starts_ranks:

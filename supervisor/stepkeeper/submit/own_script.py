@@ -45,6 +45,13 @@ _BY_NAMES = re.compile(r"\b(?:typer|tyro|fire|HfArgumentParser)\b")  # they make
 _RESUME_NAME = cmd.RESUME_OPTION[2:].replace("-", "_")
 _TRAINS = re.compile(r"\.backward\(")
 _GOES_ON = re.compile(r"(?i)resume|restore|checkpoint|ckpt|torch\.load|load_state|stepkeeper_trainer")
+_SAVES_ITSELF = re.compile(r"\btorch\.save\(")
+# it looks for its newest checkpoint, or has a framework or our library do so
+_FINDS = re.compile(
+    r"(?i)\b(?:i?glob|listdir|scandir|iterdir)\b|latest|newest|stepkeeper"
+    r"|\b(?:transformers|lightning|pytorch_lightning|accelerate|deepspeed|megatron|torchtitan|nemo|ignite|composer)\b"
+)
+_RESUME_WORD = re.compile(r"--[\w-]*resume[\w-]*")
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +63,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     takes: bool = False  # it declares the resume option
     strict: str = ""  # it would end on that option, which it does not know
     no_way: str = ""  # it trains, and nothing in it goes on from a checkpoint
+    unasked: str = ""  # it resumes from what an option of its own names, and the command does not give it
     missing: str = ""  # a relative path at which there is nothing: mistyped, unless it is one in a container
 
 
@@ -87,7 +95,7 @@ def look(command: Sequence[str], directory: Path) -> Found:
         command: CMD.
         directory: in which it is started.
     """
-    found = _look(command, directory)
+    found = msgspec.structs.replace(_look(command, directory), unasked=_unasked(training(command, directory)))
     if cmd.is_own_srun(command):
         return msgspec.structs.replace(found, starts_ranks="", starts_everywhere="")
     return found
@@ -172,17 +180,26 @@ def require_startable(found: Found, *, torchrun: bool) -> None:
         )
 
 
-def doubts(command: Sequence[str], found: Found, *, append: bool | None) -> Doubts:
+def doubts(command: Sequence[str], found: Found, *, append: bool | None, followed: bool = False) -> Doubts:
     """Return why a training may not resume.
 
     Args:
         command: CMD.
         found: in its script.
         append: the argument is appended where CMD does not say where it goes; None: if the script takes it.
+        followed: the settings name the framework or the layout whose checkpoints count.
     """
+    unasked = ""
+    if found.unasked and append is not False and not followed:
+        unasked = (
+            f"{found.unasked}: it starts from the beginning in each attempt, and every requeue loses all its work; "
+            "Stepkeeper gives it that option once `[framework.generic]` says what its checkpoints look like: see "
+            "docs/guides/generic.md"
+        )
     if append is False or any(cmd.RESUME_PLACEHOLDER in word for word in command):
-        return Doubts()
-    no_place = unknown = no_way = ""
+        return Doubts(no_way=unasked)
+    no_place = unknown = ""
+    no_way = unasked
     deaf = "" if cmd.takes_resume(command) else "CMD is the script of a shell"
     if deaf := deaf or found.deaf:
         no_place = (
@@ -200,6 +217,19 @@ def doubts(command: Sequence[str], found: Found, *, append: bool | None) -> Doub
             "docs/tutorials/own-loop.md, or the guide of your framework in docs/frameworks.md"
         )
     return Doubts(no_place=no_place, unknown=unknown, no_way=no_way)
+
+
+def _unasked(script: Script) -> str:
+    """Return which option a script that saves by itself resumes from, where the command leaves it out."""
+    if not _SAVES_ITSELF.search(script.text) or _FINDS.search(script.text):
+        return ""
+    if any(cmd.RESUME_VARIABLE in word for word in script.words):
+        return ""
+    words = (node.value for node in script.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    for option in filter(_RESUME_WORD.fullmatch, words):
+        if script.declares(option) is not None and not script.default(option) and not script.has_option((option,)):
+            return f"{script.name} resumes from what its option {option} names, and the command does not give it"
+    return ""
 
 
 def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:

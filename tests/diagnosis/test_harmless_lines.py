@@ -85,7 +85,7 @@ def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str
         ("slurmstepd: error: Munge decode failed: Expired credential", "node_fault"),
         ("[n1:1] PMIX ERROR: NOT-FOUND in file client/pmix_client.c at line 12", "configuration"),
         (
-            "ValueError: Free memory on device (12.31/79.11 GiB) on startup is less than desired GPU memory utilization",
+            "ValueError: Free memory on device (12.31/79.11 GiB) is less than desired GPU memory utilization (0.9)",
             "gpu_memory",
         ),
         ("ImportError: cannot import name 'A' from partially initialized module 'mine.model' (circular)", "exception"),
@@ -93,13 +93,11 @@ def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str
         ("InductorError: RuntimeError: Cannot find a working triton installation.", "version_mismatch"),
         ("torch._dynamo.exc.Unsupported: Data-dependent branching", "exception"),
         (
-            "ValueError: Expected parameter loc (Tensor of shape (64, 2)) of distribution Normal(loc: torch.Size([64, 2])) "
-            "to satisfy the constraint Real(), but found invalid values:",
+            "ValueError: Expected parameter loc to satisfy the constraint Real(), but found invalid values:",
             "numerical",
         ),
         (
-            "google.api_core.exceptions.RetryError: Timeout of 120.0s exceeded, last exception: 503 GET https://x/b/c: "
-            "Service Unavailable",
+            "google.api_core.exceptions.RetryError: Timeout of 120.0s exceeded, last exception: 503 GET https://x/b",
             "network",
         ),
         ("OSError: [Errno 37] No locks available: '/home/u/hub/.locks/x.lock'", "storage"),

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,32 @@ def test_errors_that_training_went_on_after_each_time_did_not_end_it(said: str, 
     assert verdict(survived + error).location == "IndexError at /w/train.py:9"
     assert verdict(survived + said).cause is verdict(said).cause
     assert verdict(survived + said).confidence == verdict(said).confidence
+
+
+@pytest.mark.parametrize("surrounded", [False, True])
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda text: json.dumps({"time": "2026-01-10T15:27:25Z", "level": "ERROR", "exc_info": text, "host": "n1"}),
+        lambda text: f"level=error err=failed stack={json.dumps(text)} host=n1",
+        lambda text: f"{{'level': 'error', 'stack': {text!r}, 'host': 'n1'}}",
+        lambda text: json.dumps({"message": "x" * 5000, "exc_info": text, "thread": "y" * 5000}),
+    ],
+)
+def test_a_traceback_in_one_record_of_a_logger_is_read(record: Callable[[str], str], surrounded: bool) -> None:  # noqa: FBT001
+    around = '{"level": "INFO", "message": "start"}\n' if surrounded else ""
+    error = "KeyError: 'a \"b\" \\\\ c'"
+    stack = f'Traceback (most recent call last):\n  File "/w/train.py", line 61, in main\n    step()\n{error}'
+
+    assert verdict(around + record(stack) + "\n" + around).location == "KeyError at /w/train.py:61 in main"
+    assert verdict(around + record(STACK) + "\n" + around).cause is Cause.GPU_MEMORY
+
+
+def test_of_chained_exceptions_in_one_record_one_that_a_rule_knows_counts() -> None:
+    chained = f"{STACK}\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    chained += 'Traceback (most recent call last):\n  File "/w/train.py", line 70, in main\nRuntimeError: step failed'
+
+    assert verdict(json.dumps({"level": "error", "exc_info": chained})).cause is Cause.GPU_MEMORY
 
 
 def test_a_pool_whose_process_is_gone_was_killed_as_far_as_anybody_knows() -> None:

@@ -215,8 +215,32 @@ def _lines(data: bytes, first: int) -> Iterator[Line]:
     for number, raw in enumerate(data.split(b"\n"), first):
         states = [state for state in raw.split(b"\r") if state.strip()]
         for state in states[-STATES_MAX:]:
-            said = parse_lines(state)
+            line, *inside = _unfold(state)
+            said = parse_lines(line)
             yield Line(number, said.rank, said.text, said.writer)
+            for each in inside:
+                yield Line(number, said.rank, each[:LINE_CHARACTERS_MAX].decode(errors="replace"), said.writer)
+
+
+_FOLDED = b"Traceback (most recent call last):\\n"
+_IN_JSON = re.compile(rb'(?:[^"\\]|\\.)*')
+_IN_PYTHON = re.compile(rb"(?:[^'\\]|\\.)*")
+_ESCAPED = re.compile(rb"\\(.)")
+_MEANT = {b"n": b"\n", b"t": b"\t"}
+
+
+def _unfold(raw: bytes) -> list[bytes]:
+    r"""Return a line, and behind it those of a traceback that it has as one string of JSON or Python.
+
+    >>> _unfold(rb'{"error": "Traceback (most recent call last):\n  File \"a.py\", line 1\nKeyError: 1", "rank": 3}')
+    [b'{"error": "Traceback (most recent call last):', b'  File "a.py", line 1', b'KeyError: 1', b'", "rank": 3}']
+    """
+    at = raw.find(_FOLDED)
+    string = (_IN_JSON if b'File \\"' in raw else _IN_PYTHON).match(raw, at) if at >= 0 else None
+    if string is None:
+        return [raw]
+    first, *lines = _ESCAPED.sub(lambda escaped: _MEANT.get(escaped[1], escaped[1]), string[0]).split(b"\n")
+    return [raw[:at] + first, *lines, raw[string.end() :]]
 
 
 def parse_lines(raw: bytes) -> Said:

@@ -217,6 +217,8 @@ def _unchain(found: list[Evidence], raised: list[Raised]) -> list[Evidence]:
         if previous is None or not (one.chained or one.original):
             continue
         inner, outer = previous.last_line, one.last_line
+        if inner == outer:
+            continue  # of one record of a logger: which line is whose is not known
         if one.original:
             dropped.add(inner)
         elif outer in generic and one.direct:

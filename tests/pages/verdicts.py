@@ -56,8 +56,8 @@ These rules choose the verdict:
 4. Slurm's message is the verdict if no other evidence gives a reason, or if it came before any rank failed.
 5. Of several roots, that of the rank that failed first counts.  Within one log the more certain one counts, then the
    earlier one.
-6. An error after which the training continued is not the cause.  Steps that ranks complete while Slurm ends them do
-   not count as such.
+6. An error after which the training continued is not the cause, however often it came.  Steps that ranks complete
+   while Slurm ends them do not count as such.
 7. A process may have been terminated or killed because another one had failed.  Then the failed one counts.
 8. In a chain of exceptions, the one that a rule knows counts.  Otherwise the one named as the cause counts, or else
    the last one.  NCCL's `Last error:` counts more than the kind of its error.
@@ -90,7 +90,7 @@ If an attempt has no final record, the evidence is who requeued the job:
 Before the rules see a line, known prefixes are removed.  They are timestamps with the fields of a logger, colours,
 progress bars, and labels of launchers.  srun, torchrun, mpirun, pdsh, Kubernetes, docker compose and Ray are known.
 Text before the first line of a traceback is removed from its other lines too.  Tracebacks of several processes in one
-log are kept apart.
+log are kept apart.  A traceback in one record of a logger (JSON, logfmt) is read like any other.
 
 Of a long log, the first 0.5 MiB and the last 4 MiB are read.  A line with more than {LINE_CHARACTERS_MAX:,} characters
 is read without its middle.

@@ -166,6 +166,28 @@ def test_errors_that_training_went_on_after_each_time_did_not_end_it(said: str, 
     assert verdict(survived + said).confidence == verdict(said).confidence
 
 
+@pytest.mark.parametrize("label", ["", "{rank}: ", "[rank{rank}]: "])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "rank {rank} step 10 loss 2.{rank}",
+        " 10%|#  | 10/100 [00:10<01:30, 1.{rank}it/s]",
+        "Epoch: [3][ 10/5005] Loss {rank}.1",
+    ],
+)
+def test_one_step_that_all_other_ranks_tell_of_is_none_that_training_went_on_with(label: str, step: str) -> None:
+    def of(rank: int, text: str) -> str:
+        return "".join(f"{label.format(rank=rank)}{line}\n" for line in text.split("\n"))
+
+    told = "".join(of(rank, step.format(rank=rank)) for rank in range(64) if rank != 3)
+    timeout = of(0, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE)")
+    mine = step.format(rank=0)
+    went_on = "".join(of(0, mine.replace("10/", f"1{at}/").replace("step 10", f"step 1{at}")) for at in range(6))
+
+    assert verdict(of(3, STACK) + told + timeout).cause is Cause.GPU_MEMORY
+    assert verdict(of(3, STACK) + told + went_on + timeout).cause is Cause.COLLECTIVE_TIMEOUT
+
+
 @pytest.mark.parametrize("surrounded", [False, True])
 @pytest.mark.parametrize(
     "record",

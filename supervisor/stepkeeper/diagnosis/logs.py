@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -104,8 +103,8 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
 TEXT_CHARACTERS_MAX = 400
 EVIDENCE_MAX = 200  # of one log; the first of each rule and rank
 END_LINES = 20
-SURVIVED_AFTER_LINES = 5  # of progress behind an error: training went on
-SURVIVED_THE_END_AFTER_LINES = 30  # where Slurm ends the job: ranks write on until it kills them (KillWait)
+SURVIVED_AFTER_STEPS = 5  # that one rank tells of behind an error: training went on
+SURVIVED_THE_END_AFTER_STEPS = 30  # where Slurm ends the job: ranks write on until it kills them (KillWait)
 ENDS_OF_SLURM = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.CANCELLED, Cause.NODE_LOST})
 _GENERIC = frozenset({"python-exception", "exception-without-traceback", "loader-died"})
 _LAST_ERROR = re.compile(r"Last error:\s*(?P<said>\S.*)", re.DOTALL)  # NCCL's own word, in an exception of torch
@@ -116,6 +115,7 @@ _TELLING_NUMBER = re.compile(r"(?i)scale|errno|exit|code|signal|xid|status")
 _PROGRESS = re.compile(
     r"(?i)\bloss\w*['\"]?\s*[:=|]?\s*\d|\d(?:it/s|s/it)\b|\biter(?:ation)?s?\W{1,3}\d|\b(?:global_)?step\W{1,3}\d+\b"
 )
+_STEP = re.compile(r"(?i)(?:\b(?:global_)?(?:step|iter\w*|batch)s?\W{1,3}|\b(?=\d+ ?/ ?\d))(\d+)")
 
 
 def log_evidence(log: Log, *, node: str = "") -> list[Evidence]:
@@ -246,18 +246,35 @@ def _once(found: list[Evidence]) -> list[Evidence]:
 
 def _survived(found: list[Evidence], lines: tuple[Line, ...], table: rules.Rules) -> list[Evidence]:
     """Make errors that training went on after confirmations: they did not end it."""
-    progress = [line.number for line in lines if _PROGRESS.search(line.text)]
+    progress = [line for line in lines if _PROGRESS.search(line.text)]
+    before, before_the_end = (
+        _last_behind_which(progress, enough) for enough in (SURVIVED_AFTER_STEPS, SURVIVED_THE_END_AFTER_STEPS)
+    )
     persists = {rule.row.id for rule in table.rules if rule.row.persists}
     result = []
     for each in found:
-        after = len(progress) - bisect_right(progress, each.line or 0)
         is_the_end = each.plane is Plane.SLURM and each.cause in ENDS_OF_SLURM
-        enough = SURVIVED_THE_END_AFTER_LINES if is_the_end else SURVIVED_AFTER_LINES
-        if each.role is not Role.CONFIRMATION and each.rule not in persists and after >= enough:
+        survived = (each.line or 0) < (before_the_end if is_the_end else before)
+        if survived and each.role is not Role.CONFIRMATION and each.rule not in persists:
             result.append(msgspec.structs.replace(each, role=Role.CONFIRMATION, confidence=0.3 * each.confidence))
         else:
             result.append(each)
     return result
+
+
+def _last_behind_which(progress: list[Line], enough: int) -> int:
+    """Return the last line from which on a rank tells of so many steps: what stands before it did not end training.
+
+    Each rank for itself: when one fails, all others may still tell of the step that they are in.  Where no label says
+    whose a line is, the numbers in it say whether it is another step.
+    """
+    steps: dict[int | None, set[object]] = {}
+    for line in reversed(progress):
+        of_rank = steps.setdefault(line.rank, set())
+        of_rank.add(tuple(_STEP.findall(line.text)) or line.number)
+        if len(of_rank) >= enough:
+            return line.number
+    return 0
 
 
 # Torch's error files: what `torch.distributed.elastic`'s `record` writes where TORCHELASTIC_ERROR_FILE says.

@@ -898,6 +898,38 @@ def stages_that_are_sharded(rank: int, world_size: int) -> Scene:
 
 
 @scene
+def a_replica_of_shards_that_drifts(rank: int, world_size: int) -> Scene:
+    """A device that computes wrongly under HSDP: the last rank's shard has other bytes from its third step on."""
+    import torch  # noqa: PLC0415
+
+    plain = _sharded(rank, world_size, "hsdp")
+    weight = next(plain.state["model"].parameters())
+
+    def step() -> float:
+        loss = plain.step()
+        if rank == world_size - 1 and int(plain.state["optimizer"].state[weight]["step"]) == 3:
+            with torch.no_grad():
+                weight.to_local()[0, 0] += 1
+        return loss
+
+    return Scene(state=plain.state, step=step)
+
+
+@scene
+def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
+    """Two stages of one name, each by DistributedDataParallel on its half of the ranks."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    half = world_size // 2
+    groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
+    model = DistributedDataParallel(_mlp(rank // half), process_group=groups[rank // half])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
+
+
+@scene
 def fsdp1(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     import torch  # noqa: PLC0415
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415

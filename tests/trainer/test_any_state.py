@@ -19,11 +19,19 @@ from tests.trainer.any_state import SCENES, Play, Played, play
 from tests.trainer.common_scenes import COMMON
 from tests.trainer.fsdp import needs_fsdp
 
-RANKS = {"local_experts": 4, "hsdp": 4, "tensor_parallel": 4, "stages_that_are_sharded": 4} | common_scenes.RANKS
+EQUAL_BY_NO_TYPE = ("stages_that_are_sharded", "stages_of_data_parallel_ranks", "local_experts")
+RANKS = {
+    "local_experts": 4,
+    "hsdp": 4,
+    "a_replica_of_shards_that_drifts": 4,
+    "tensor_parallel": 4,
+    "stages_that_are_sharded": 4,
+    "stages_of_data_parallel_ranks": 4,
+} | common_scenes.RANKS
 REFUSED = {"fsdp1"}
 FSDP = {
     "fsdp2", "hsdp", "tensor_parallel", "stages_that_are_sharded", "hsdp_and_tensor_parallel",
-    "experts_of_a_mesh_and_of_each_rank",
+    "experts_of_a_mesh_and_of_each_rank", "a_replica_of_shards_that_drifts",
 }  # fmt: skip
 STEPS, STOP = 5, 3
 
@@ -79,6 +87,8 @@ def test_a_resume_goes_on_to_the_last_bit(played: Of, name: str) -> None:
     for rank, expected in enumerate(whole.prints):
         assert first.prints[rank] == {step: expected[step] for step in map(str, range(1, STOP + 1))}, first.said
         assert second.prints[rank] == {step: expected[step] for step in map(str, range(STOP, STEPS + 1))}, second.said
+    if name in EQUAL_BY_NO_TYPE:
+        assert "replicas_differ" not in whole.said + first.said + second.said
 
 
 def test_each_value_is_written_once_for_those_who_hold_it_alike(played: Of) -> None:
@@ -128,6 +138,15 @@ def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(tmp_path
     assert "ranks=2 " in told
     assert "model.0.weight" in read_manifest(newest.path).state["drift"]
     assert {"model.0.weight", "ranks.rank_00002.model.0.weight"} <= saved_names(newest.path)
+
+
+@needs_fsdp
+def test_a_shard_that_differs_from_its_replica_is_told(tmp_path: Path) -> None:
+    play_ = Play(scene="a_replica_of_shards_that_drifts", run_dir=str(tmp_path / "run"), steps=STOP, world_size=4)
+
+    [ended] = play([play_])
+
+    assert re.search(r"replicas_differ step=3 tensors=\S*model\.0\.weight", ended.said), ended.said
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ group that nothing else uses.  Between re-plannings one small all-reduce says th
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.save.division import Held, World
 from stepkeeper_trainer.save.replicas import Replicas, minority
-from stepkeeper_trainer.state.keys import Look, Private, is_sharded
+from stepkeeper_trainer.state.keys import Look, Private, is_sharded, mesh_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Divided:
     every_rank: tuple[Private, ...] = ()
     names: tuple[str, ...] = ()  # told apart now, and not before
     ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
-    sharded: tuple[str, ...] = ()  # of the names: those of DTensors
+    sharded: tuple[str, ...] = ()  # of the names: those of DTensors whose copies on one mesh differ
 
 
 class Planner:
@@ -197,8 +198,21 @@ def _find_divided(world: World, private: Sequence[Private]) -> Divided | None:
         return None
     changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
     ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
-    sharded = [n for n in changed if any(is_sharded(own[n].kind) for own in seen if n in own)]
+    sharded = [name for name in changed if _differs_on_one_mesh([own[name] for own in seen if name in own])]
     return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
+
+
+def _differs_on_one_mesh(looks: Sequence[Look]) -> bool:
+    """Tell whether ranks that hold a shard of one DTensor hold different values of it.
+
+    More ranks than a mesh has are on several meshes, such as those of pipeline stages that use the same names: nothing
+    promises that their values are equal.
+    """
+    for kind, holders in Counter(look.kind for look in looks).items():
+        held = {(look.box, look.content) for look in looks if look.kind == kind}
+        if is_sharded(kind) and holders <= mesh_size(kind) and len(held) > len({box for box, _ in held}):
+            return True
+    return False
 
 
 def _odd_ones(name: str, seen: Sequence[Mapping[str, Look]], private: Sequence[Private]) -> tuple[int, ...]:

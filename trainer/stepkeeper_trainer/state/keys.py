@@ -12,6 +12,7 @@ CheckpointManager, parts beside the model and the only optimizer were called `ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,6 +110,11 @@ def kind_of(tensor: torch.Tensor) -> Any:
 def is_sharded(kind: Any) -> bool:
     """Whether `kind_of` was of a DTensor."""
     return len(kind) > 2  # noqa: PLR2004
+
+
+def mesh_size(kind: Any) -> int:
+    """Return how many ranks the mesh of a DTensor has, by its `kind_of`."""
+    return math.prod(kind[3])
 
 
 def _owner(key: str | None) -> int | None:

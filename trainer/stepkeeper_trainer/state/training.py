@@ -164,7 +164,7 @@ class TrainingState:
     @property
     def replicated(self) -> frozenset[str]:
         """Names whose values all ranks hold alike by their type: where they differ, a device computes wrongly."""
-        return frozenset(name for part in self.modules.values() for name in part.replicated)
+        return frozenset(name for part in self.modules.values() for name in part.replicated_everywhere)
 
     def collect(self) -> dict[str, torch.Tensor]:
         """Return references to every tensor of the state: copy them before training goes on.

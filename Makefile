@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` passes the tests; both do their own set-up.
-.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify bench-save-scale bench-storage lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-frameworks-oldest test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
+.PHONY: help setup system compiled demo test campaign newest-slurm campaign-and-newest second-look campaign-crash coverage-core bench bench-checkpoint bench-gpu bench-recovery bench-frameworks bench-engines bench-verify bench-save-scale bench-storage bench-agents lint clean test-slurm-newest torch-oldest test-torch-oldest test-frameworks test-frameworks-oldest test-state-packages docs docs-serve docs-packages dist dist-packages test-packages
 
 PYTHON ?= python3
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -168,6 +168,9 @@ bench-verify: setup  ## deep verification of other frameworks' checkpoints again
 
 bench-control-plane: setup  ## one supervisor with 64, 1,024 and 10,000 simulated nodes (docs/scale.md)
 	$(V)/python -m tests.bench_control_plane $(BENCH)
+
+bench-agents: setup  ## 1,000 and 10,000 node agents against one real slurmctld (docs/scale.md)
+	$(AS_ROOT) $(V)/python -m tests.bench_agents $(BENCH)
 
 bench-save-scale: setup  ## what a save costs rank 0 of 64, 256 and 1,024 simulated ranks (docs/scale.md)
 	$(V)/python -m tests.bench_save_scale $(BENCH)

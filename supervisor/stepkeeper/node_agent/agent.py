@@ -125,6 +125,7 @@ class Agent:
             log=log,
             stopped=self._stopped,
             on_change=lambda: self._systemd.say(STATUS=self._status()),
+            on_answer=self._acts.learn_size,
         )
 
     def run(self) -> None:

@@ -62,6 +62,9 @@ class Limits(Policy, frozen=True, kw_only=True):
     health_every_s: float = 10.0
     """NVML is asked for the health of each GPU so often; what cannot wait comes as an event."""
 
+    setup_spread_s: float = 60.0
+    """All nodes may boot at once: within so long after their start, agents ask Slurm about their nodes."""
+
 
 class Test(_Table, frozen=True, kw_only=True):
     """For acceptance tests and for labs with many nodes on one machine.  Never in production: setup warns of it."""

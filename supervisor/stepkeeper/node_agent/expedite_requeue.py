@@ -20,6 +20,7 @@ import structlog
 
 from stepkeeper.core.events import JobState
 from stepkeeper.loop_tools import reraise, thread
+from stepkeeper.node_agent.core.plan import fraction
 from stepkeeper.slurm.client import OwnedJob, SlurmError
 from stepkeeper.slurm.jobs import job_state
 from stepkeeper.slurm.nodes import NodeCommands
@@ -29,8 +30,11 @@ GIVE_UP_S = 300.0
 CONFIRM_S = 20.0  # after StartTime: by then it runs, or waits for something else
 ENDED_S = 30.0  # an attempt that ended may still be requeued by its rescuer
 POLL_S = 0.5
-POLL_LATER_S = 2.0
-POLL_QUICK_FOR_S = 30.0
+POLL_MAX_S = 10.0
+POLL_SHARE = 0.1
+"""A pause is this share of what was waited already: what Slurm delays for 120 s is a tenth of the wait late at most."""
+BUSY_TIMES = 20
+"""And so many times as long as Slurm took to answer: where many agents ask, or it is busy, all ask less."""
 PACE_S = 0.1  # between two calls of all jobs
 REQUEUES_MAX = 2
 REFUSALS_MAX = 3
@@ -144,6 +148,18 @@ def _never_began(job: OwnedJob) -> bool:
     return at_once or job.reason == "JobLaunchFailure"
 
 
+def pause_s(waited_s: float, took_s: float, job_id: int, poll_s: float = POLL_S) -> float:
+    """Return how long Slurm is not asked about a job again, in seconds: all jobs of a failed switch wait at once.
+
+    >>> [round(pause_s(waited_s, 0.01, 7), 1) for waited_s in (0.0, 4.0, 30.0, 250.0)]
+    [0.5, 0.5, 3.0, 11.9]
+    >>> [round(pause_s(0.0, took_s, 7), 1) for took_s in (0.01, 0.1, 10.0)]
+    [0.5, 2.0, 9.9]
+    """
+    spread = 0.75 + 0.5 * fraction(f"{job_id} {waited_s}")
+    return max(poll_s, min(POLL_MAX_S, max(POLL_SHARE * waited_s, BUSY_TIMES * took_s)) * spread)
+
+
 class _Entry:
     """A request on its way."""
 
@@ -151,12 +167,12 @@ class _Entry:
         """`before`: the request that it replaces, whose pace it keeps."""
         self.job_request = job_request
         self.progress = Progress()
-        self.began_at = self.next_at = time.monotonic()
+        self.began_at = self.next_at = self.changed_at = time.monotonic()  # changed: by us, or with the request
         self.unreachable = False
         if before is not None:
             self.next_at = before.next_at
             if before.job_request.restart_count == job_request.restart_count:
-                self.began_at = before.began_at
+                self.began_at, self.changed_at = before.began_at, before.changed_at
 
 
 class RequeueExpediter:
@@ -257,16 +273,20 @@ class RequeueExpediter:
         return max(entry.next_at, 0.0 if entry.job_request.uid is None else self._turns.get(entry.job_request.uid, 0.0))
 
     def _see_to(self, entry: _Entry) -> None:
-        quick = time.monotonic() - entry.began_at < POLL_QUICK_FOR_S or entry.progress.sent_at is not None
-        entry.next_at = time.monotonic() + (self._poll_s if quick else max(self._poll_s, POLL_LATER_S))
-        if time.monotonic() - entry.began_at > self._give_up_s:
+        began_s = time.monotonic()
+        if began_s - entry.began_at > self._give_up_s:
             self._finish(entry, f"given up after {self._give_up_s:g} s")
             return
+        job_id, waited_s = entry.job_request.job_id, began_s - entry.changed_at
+        entry.next_at = began_s + self._poll_s  # for a request that replaces this one meanwhile
         try:
-            job = self._client.owned_job(entry.job_request.job_id)
+            job = self._client.owned_job(job_id)
         except SlurmError as error:
             self._refused(entry, error)
             return
+        finally:
+            ended_s = time.monotonic()
+            entry.next_at = ended_s + pause_s(waited_s, ended_s - began_s, job_id, self._poll_s)
         now = time.time()
         self._note(entry, job, now)
         verdict = judge_request(entry.job_request, entry.progress, job, now)
@@ -299,6 +319,7 @@ class RequeueExpediter:
             return
         now = time.time()
         entry.progress = msgspec.structs.replace(entry.progress, sent_at=now, sent_restarts=job.restarts)
+        self._ask_soon(entry)
         self._log.info(
             "job_expedited",
             job=job.job_id,
@@ -318,6 +339,12 @@ class RequeueExpediter:
         entry.job_request = msgspec.structs.replace(entry.job_request, restart_count=job.restarts)
         requeues = entry.progress.requeues + 1
         entry.progress = msgspec.structs.replace(entry.progress, sent_at=None, requeues=requeues)
+        self._ask_soon(entry)
+
+    def _ask_soon(self, entry: _Entry) -> None:
+        """Ask as often as at the begin: we have changed something."""
+        entry.changed_at = time.monotonic()
+        entry.next_at = entry.changed_at + self._poll_s
 
     def _refused(self, entry: _Entry, error: SlurmError) -> None:
         """Ask again later: the next answer shows whether the call took effect."""

@@ -240,6 +240,16 @@ class Acts:
         self._reset = reset
         self._noted = noted
         self._mistaken = mistaken
+        self._size = 0  # of the cluster; 0: not known yet
+
+    def learn_size(self) -> None:
+        """Ask Slurm how many nodes there are, once: in a crowd of agents that is a question less."""
+        if self._size:
+            return
+        try:
+            self._size = self._client.cluster_size()
+        except WRONG:
+            return  # Slurm is taken for busy, as it seems, and asked again when the size is wanted
 
     def perform(self, effect: Act) -> None:
         """Begin one; the event that answers it comes."""
@@ -284,18 +294,14 @@ class Acts:
             own = next((each for each in nodes if each.name == self._node), None)
             if own is not None and (error := self._mistaken(own)):
                 return failed(error)  # nothing may be done to another machine's node
-            size = self._cluster_size() if effect.alone and took_s >= effect.crowded_s else 0
+            if slow := effect.alone and took_s >= effect.crowded_s:
+                self.learn_size()
+            size = self._size if slow else 0
             return on.NodesAnswered(
                 at=self._now(), call=effect.call, nodes=nodes, alone=effect.alone, took_s=took_s, cluster_size=size
             )
 
         self._inbox.ask("slurm", act, failed, expected=WRONG)
-
-    def _cluster_size(self) -> int:
-        try:
-            return self._client.cluster_size()
-        except WRONG:
-            return 0  # not known: Slurm is taken for busy, as it seemed
 
     def _call(self, number: int, part: str, act: Callable[[], Fitness | None], *, noted: bool = False) -> None:
         """Make a call; with `noted`, only once the ledger says so: who is killed after it must know of it."""

@@ -296,9 +296,13 @@ def _counts(config: NodeConfig, facts: Facts, listed: tuple[str, ...], gres: int
 
 # The agent looks at its own setup when it starts, and again as long as something is wrong with it.
 
-SPREAD_S = 10.0  # all nodes may start at once
 AGAIN_S = 15.0
 AGAIN_MAX_S = 3600.0
+
+
+def first_look_after_s(config: NodeConfig) -> float:
+    """Return how long after its start a node's agent looks, in seconds: it differs from node to node."""
+    return config.test.limits.setup_spread_s * fraction(config.name)
 
 
 class SetupWatch:
@@ -313,7 +317,9 @@ class SetupWatch:
         log: structlog.typing.FilteringBoundLogger,
         stopped: threading.Event,
         on_change: Callable[[], None],
+        on_answer: Callable[[], None],
     ) -> None:
+        """`on_answer` is called on the thread whenever Slurm has answered an agent that acts."""
         self.wrong: tuple[str, ...] = ()  # the subjects that have a problem
         self._config = config
         self._client = client
@@ -321,22 +327,25 @@ class SetupWatch:
         self._log = log
         self._stopped = stopped
         self._on_change = on_change
+        self._on_answer = on_answer
 
     def start(self) -> None:
         """Begin to look."""
         self._inbox.run_optional("setup", self._look)
 
     def _look(self) -> None:
-        self._stopped.wait(SPREAD_S * fraction(self._config.name))
+        self._stopped.wait(first_look_after_s(self._config))
         pause_s, patient = AGAIN_S, True
         while not self._stopped.is_set():
             facts = gather(self._config, self._client)
+            if facts.node is not None and self._config.mode is Mode.ACT:
+                self._on_answer()
             found = examine(self._config, facts)
             if not (facts.may_come_later and patient):  # at boot driver and Slurm come after us
                 self._inbox.put(Do(functools.partial(self._note, found)))
             if not facts.may_come_later and all(each.level is not Level.PROBLEM for each in found):
                 return
-            self._stopped.wait(pause_s)
+            self._stopped.wait(pause_s * (0.75 + 0.5 * fraction(f"{self._config.name} {pause_s}")))
             pause_s, patient = min(2 * pause_s, AGAIN_MAX_S), False
 
     def _note(self, found: Sequence[Finding]) -> None:

@@ -42,7 +42,7 @@ class NodeCommands:
     call_within_s: float = CALL_WITHIN_S
 
     def node(self, name: str) -> NodeFacts:
-        """Return one node, at a small cost for the controller: 0.3 ms, whatever the size of the cluster."""
+        """Return one node, at a small cost for the controller: two RPCs, 0.4 ms of slurmctld among 10,000 nodes."""
         # `scontrol show node NAME` has the controller send all nodes, and picks one of them
         columns = ",".join(f"{column}:{width}" for column, width in COLUMNS.items())
         words = ["sinfo", "-a", "-h", "-N", "-n", name, "-O", columns]
@@ -55,7 +55,7 @@ class NodeCommands:
     def peers(self, name: str) -> tuple[NodeFacts, ...]:
         """Return every node that shares a partition with this one, itself included: for the circuit breaker.
 
-        Slurm cannot be asked for counts, or for a part of the nodes: it packs all of them, 7 microseconds each.
+        Slurm cannot be asked for counts, or for a part of the nodes: it packs all of them, 1 to 7 microseconds each.
         """
         found = parse_nodes(self._call("-a", "-o", "show", "nodes"))
         own = self._own(found, name)

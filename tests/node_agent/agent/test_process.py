@@ -232,6 +232,21 @@ def test_a_slurm_that_hangs_stops_neither_loop_nor_watchdog(agent: Process) -> N
     assert any(line["event"] == "alarm" for priority, line in agent.log() if priority == "<3>")
 
 
+def test_a_crowd_is_not_asked_for_the_size_of_the_cluster_that_was_told_at_the_start(agent: Process) -> None:
+    def sizes() -> int:
+        return sum(call.endswith("show partitions") for call in agent.calls())
+
+    agent.limits += "setup_spread_s = 0.0\ncrowded_s = 0.0\n"  # every answer is a crowd's
+    agent.start()
+    agent.until(sizes, "the size")
+    agent.say(f"NVRM: Xid (PCI:{PCI}): 79, GPU has fallen off the bus.")
+    agent.until(agent.reason, "the drain")
+    agent.stop()
+
+    assert sizes() == 1
+    assert any("all nodes are counted in" in str(line.get("why")) for _, line in agent.log())
+
+
 def fill(address: str) -> None:
     """Send until not even a socket that has sent nothing yet may: the queue is full, and not what one may send."""
     while True:

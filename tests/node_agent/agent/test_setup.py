@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -137,7 +138,18 @@ def cluster(lab_factory: Callable[..., Lab]) -> Lab:
 @pytest.fixture
 def agents(cluster: Lab) -> Iterator[Agents]:
     with Agents(cluster) as agents:
+        for node in cluster.node_names:
+            agents.configure(node, test={"limits": {"setup_spread_s": 1.0}})
         yield agents
+
+
+def test_agents_that_start_at_once_ask_slurm_one_after_the_other() -> None:
+    starts = Counter(
+        int(setup.first_look_after_s(NodeConfig(node_name=f"gpu{number:05d}"))) for number in range(10_000)
+    )
+
+    assert set(starts) == set(range(60))
+    assert max(starts.values()) < 2 * 10_000 / 60
 
 
 @pytest.mark.slurm

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepkeeper.node_agent.expedite_requeue import (
+    GIVE_UP_S,
+    POLL_MAX_S,
+    POLL_S,
     REQUESTS_MAX,
     REQUESTS_PER_UID_MAX,
     Next,
@@ -19,6 +23,7 @@ from stepkeeper.node_agent.expedite_requeue import (
     RequeueExpediter,
     RequeueRequest,
     judge_request,
+    pause_s,
 )
 from stepkeeper.slurm.client import NodeFacts, OwnedJob, SlurmError
 from tests.node_agent.socket.people import until
@@ -280,6 +285,29 @@ def test_the_word_of_the_next_attempt_ends_the_request_and_that_of_the_same_one_
 
     assert expediter.waiting == 0
     assert ends == ["the next attempt has joined"]
+
+
+def test_the_longer_a_job_keeps_us_waiting_the_rarer_are_our_questions() -> None:
+    """Thousands of jobs may wait at once, for minutes: each costs slurmctld two RPCs a question."""
+    asked_at: list[list[float]] = []
+    for job_id in range(100):
+        times = [0.0]
+        while (waited_s := times[-1]) < GIVE_UP_S:
+            pause = pause_s(waited_s, 0.01, job_id)
+            assert POLL_S <= pause <= max(POLL_S, 0.125 * waited_s), "late by an eighth of the wait at most"
+            times.append(waited_s + pause)
+        asked_at.append(times)
+
+    assert max(map(len, asked_at)) < 70
+    late = Counter(int(at) for times in asked_at for at in times if at > 100)
+    assert max(late.values()) < 50, "they do not ask in step"
+
+
+def test_a_slurm_that_answers_late_is_asked_less() -> None:
+    asked = sum(pause_s(1.0, 0.25, job_id) for job_id in range(100)) / 100
+
+    assert 4.5 < asked < 5.5
+    assert pause_s(1.0, 10.0, 7) <= 1.25 * POLL_MAX_S, "one call without an answer does not end it"
 
 
 def test_an_idle_expediter_asks_nothing() -> None:

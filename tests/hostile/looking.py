@@ -75,7 +75,7 @@ def commands(run: Path, step: Path, target: Path) -> list[list[str]]:
         f"dev replay {here}",
     ]
     found = [each.split(" ") for each in words]
-    found.append(f"checkpoints prune {here} --dry-run --retention".split(" ") + ["best loss 1"])
+    found.append(["checkpoints", "prune", here, "--dry-run", "--retention", "best loss 1"])
     return [[word for word in each if word] for each in found]
 
 

@@ -46,8 +46,6 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
 # in a run that says it is deterministic are a wrong state or a device that computes wrongly, here or there.  Where a
 # run is not deterministic, what counts is how far they are, beside what is usual between its steps.
 
-REPLAY_CHOICES = (REPORT, ROLLBACK)
-RULE = "replay-differs"
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
 
 
@@ -74,12 +72,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
             changed=event.changed,
         ),
     )
-    report = _report(event, new, why, equal=False)
-    if policy.replay_differs == REPORT or state.phase is not Phase.TRAINING:
-        return Decision(state, (report,), why)
-    found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
-    ended = kill_for(state, event.at, found, policy)
-    return Decision(ended.state, (report, *ended.effects), why)
+    return Decision(state, (_report(event, new, why, equal=False),), why)
 
 
 def _report(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:

@@ -258,9 +258,6 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if judgement.notice is Notice.CANCELLED:
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.CANCELLED), policy)
     anew = state.requeue.resubmitting or not job.requeue_allowed
-    if anew and policy.resubmit == "never":
-        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.REQUEUE_FORBIDDEN),), code=ExitCode.REQUEUE_FAILED)
-        return close(state, event.at, plan, policy)
     why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
     now = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.until > event.at)
@@ -289,7 +286,7 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
         return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
     if not state.requeue.requesting:
         return Decision(state)  # too late: it was given up, and counted
-    if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
+    if event.forbidden and state.requeue.resubmitting:
         why = (because.Failed(what="submit", error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:

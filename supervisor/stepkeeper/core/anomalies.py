@@ -14,7 +14,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.baseline import MAD_TO_SIGMA
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.faults import exclude, leave_on_suspicion
+from stepkeeper.core.faults import exclude_nodes, leave_on_suspicion
 from stepkeeper.core.losses import ENOUGH, NOT_FINITE, Losses, observe
 from stepkeeper.core.phases import Decision, kill_for
 from stepkeeper.core.placement import places, without_nodes
@@ -118,7 +118,7 @@ def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
     # a rollback before this launch leaves out nothing that this launch has put into a tier
     state = replace(state, resume=replace(state.resume, went_back=False))
     if event.node in state.nodes.usable:  # a requeue may come before the cause is settled
-        state = exclude(state, event.at, event.node, (said,), policy)
+        state = exclude_nodes(state, event.at, {event.node: (said,)}, policy)
     before = state.launch.found
     if before is not None and before.rule == CORRUPTED:  # several ranks at once: one node is left, all are told of
         back_to = min(event.confirmed, event.confirmed if before.back_to is None else before.back_to)

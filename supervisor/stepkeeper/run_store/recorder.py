@@ -168,7 +168,6 @@ KEYS = {
     "signal": ("query", "signal"),
     "question": ("query", "question"),
     "requeue_tries": ("requeue", "tries"),
-    "requesting": ("requeue", "requesting"),
     "resubmitting": ("requeue", "resubmitting"),
     "failures": ("budgets", "failures"),
     "node_losses": ("budgets", "node_losses"),

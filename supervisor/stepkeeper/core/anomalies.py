@@ -172,11 +172,8 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
         if its_data and policy.slow_node == REPLACE:
             said += (because.SlowNodeStays(its_data=True),)
         elif verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
-            state = replace(state, launch=replace(state.launch, to_replace=verdict.node))
             has_spare = _has_spare(state, verdict.node)
             said += (because.SpareAtCommit(node=verdict.node) if has_spare else because.SlowNodeStays(its_data=False),)
-        elif not verdict.slow and state.launch.to_replace == verdict.node:
-            state = replace(state, launch=replace(state.launch, to_replace=""))
         why += said
         effects.append(
             do.ReportSlowNode(
@@ -207,10 +204,11 @@ def _has_spare(state: State, node: str) -> bool:
 
 def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     """A checkpoint is there: put a spare in the place of a slow node, if that is wanted and one is there."""
-    node = state.launch.to_replace
-    if not node or state.phase is not Phase.TRAINING or node not in state.launch.nodes or not _has_spare(state, node):
+    if state.phase is not Phase.TRAINING or policy.slow_node != REPLACE:
         return None
-    state = replace(state, launch=replace(state.launch, to_replace=""))
+    node = stragglers.to_replace(state.stragglers, state.launch.nodes)
+    if not node or not _has_spare(state, node):
+        return None
     return leave_on_suspicion(state, at, node, (because.SpareAtCommit(node=node, now=True),), policy)
 
 

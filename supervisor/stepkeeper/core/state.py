@@ -336,7 +336,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # the last one completed, as far as reported
     saving: str | None = None  # save_id in flight
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault): faults that do not make a job leave
-    to_replace: str = ""  # a slow node, at the next checkpoint
     paced: bool = False  # it was compared with those before
     first_failure: Why = ()  # what the first rank that failed said
     found: Finding | None = None  # why it failed, as we saw ourselves

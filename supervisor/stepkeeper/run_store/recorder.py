@@ -154,7 +154,6 @@ KEYS = {
     "first_failure": ("launch", "first_failure"),
     "found": ("launch", "found"),
     "paced": ("launch", "paced"),
-    "to_replace": ("launch", "to_replace"),
     "patience": ("silence", "patience"),
     "looking": ("silence", "looking"),
     "early_s": ("silence", "early_s"),

@@ -12,12 +12,12 @@ from stepkeeper_trainer.tiers.tier import TierError, Tiers, from_environment
 
 def test_ranks_read_what_the_run_was_given() -> None:
     settings = RunSettings(
-        local_tier="/nvme", cold_tier="s3://bucket/run", copy_rate=0.5, cold_keep=4, cold_zstd=3, peer_copies=True
+        local_tier="/nvme", cold_tier="s3://bucket/run", copy_rate=0.5, cold_keep=4, peer_copies=True
     )
     told = tier_variables(settings)
     assert from_environment(told) == tiers_of(settings)
     assert from_environment(told) == Tiers(
-        local="/nvme", cold="s3://bucket/run", megabytes_per_s=0.5, cold_keep=4, cold_zstd=3, peers=True
+        local="/nvme", cold="s3://bucket/run", megabytes_per_s=0.5, cold_keep=4, peers=True
     )
     held = RunSettings(snapshot_every="5 steps", snapshot_dir="/memory", peer_copies=True, peer_interface="ib0")
     assert from_environment(tier_variables(held)) == Tiers(

@@ -300,7 +300,7 @@ MUTATIONS = (
         "recovery._roll_back", one_more, "step", "a rollback goes back", "same_step_twice_steps_back", "again", nth=3
     ),
     Mutation(
-        "recovery._roll_back",
+        "phases.leave_out",
         becomes("()"),
         "skipped_data",
         "a rollback says to the lineage which data is left out",

@@ -63,7 +63,6 @@ DECISIONS = {
         "nan_right_behind_a_checkpoint: JudgeLaunch > JudgeLaunch > RollBack > StartLaunch > JudgeLaunch > Exit 29",
         "loss_is_no_number: KillRanks > JudgeLaunch",
         "loss_jumps_and_training_goes_back: KillRanks > JudgeLaunch > RollBack > StartLaunch",
-        "replay_differs_and_rolls_back: ReportReplay > KillRanks > StartLaunch > ReportReplay > KillRanks > StopBus",
         "loss_goes_wrong_and_data_is_skipped: RollBack > StartLaunch leaves out",
     ),
     "a jump of the loss is told, and ends nothing, by default": (
@@ -182,7 +181,6 @@ SLURM = {
     "a site requeues nothing": (
         "requeue_forbidden: AskSlurm > Requeue anew > Exit 10",
         "requeue_forbidden_by_the_site: Requeue > AskSlurm > Requeue anew > Exit 10",
-        "resubmit_never: AskSlurm > NotifyUser > Exit 24 / Requeue",
     ),
     "an exclusion that never ends leaves nothing to run on": (
         "known_bad_node_and_no_other: StartBus / ReleaseNodes",

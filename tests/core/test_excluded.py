@@ -7,7 +7,7 @@ import pytest
 
 from stepkeeper.core import reasons as because
 from stepkeeper.core.events import Exclusion
-from stepkeeper.core.faults import exclude, without_lost
+from stepkeeper.core.faults import exclude_nodes, without_lost
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.state import Identity, Nodes, State
 
@@ -70,14 +70,14 @@ def test_where_there_are_too_many_lost_nodes_make_room_for_faulty_ones(policy, l
     ids=["eight", "two", "no limit"],
 )
 def test_a_new_fault_takes_the_place_of_the_weakest_reasons(policy, left, again):
-    state = exclude(excluding(lost("c", 1800.0), faulty("x"), faulty("y")), AT, "z", (WORSE,), policy)
+    state = exclude_nodes(excluding(lost("c", 1800.0), faulty("x"), faulty("y")), AT, {"z": (WORSE,)}, policy)
 
     assert tuple(each.node for each in state.nodes.excluded) == tuple(left)
     assert state.nodes.readmit == again
 
 
 def test_the_second_fault_of_a_node_is_the_newest():
-    state = exclude(excluding(faulty("x"), faulty("y")), AT, "x", (WORSE,), TWO)
+    state = exclude_nodes(excluding(faulty("x"), faulty("y")), AT, {"x": (WORSE,)}, TWO)
 
     assert [(each.node, each.reasons) for each in state.nodes.excluded] == [("y", (FAULT,)), ("x", (WORSE,))]
     assert state.nodes.readmit == ()

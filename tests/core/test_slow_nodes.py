@@ -201,6 +201,13 @@ def slow_windows(
     return state, told
 
 
+def killed_at_commit(state: State, policy: Policy) -> list[do.KillRanks]:
+    """Return what a checkpoint leads to: the ranks end where a spare takes the place of a node."""
+    save = {"launch": state.launch.number, "step": 20, "save_id": "s", "directory": "step_00000020"}
+    decision = decide(state, on.CheckpointCommitted(at=500.0, bytes=1, seconds=1.0, **save), policy)
+    return [effect for effect in decision.effects if isinstance(effect, do.KillRanks)]
+
+
 def test_a_slow_data_loader_is_told_by_its_rank_and_its_node_is_not_replaced() -> None:
     policy = Policy(slow_node="replace")
 
@@ -211,18 +218,21 @@ def test_a_slow_data_loader_is_told_by_its_rank_and_its_node_is_not_replaced() -
         "the data loader of rank 3 on b is slow, not the node: it takes 0.55 s for a step, and 0.1 s elsewhere; "
         "the node is not replaced for it"
     )
-    assert state.launch.to_replace == ""
+    assert not killed_at_commit(state, policy)
     assert slow_windows(own=1.0, loads=0.55)[1][0].reasons == told.reasons[:1]
 
 
 def test_a_node_that_computes_slowly_is_replaced_and_its_slowest_rank_named() -> None:
-    state, (told,) = slow_windows(own=1.0, loads=0.2, policy=Policy(slow_node="replace"))
+    policy = Policy(slow_node="replace")
+
+    state, (told,) = slow_windows(own=1.0, loads=0.2, policy=policy)
 
     assert (told.rank, told.loading) == (3, False)
     assert text(told.reasons).startswith(
         "b is slow: rank 3 works 2.00 times as long for a step as the others; a spare takes"
     )
-    assert state.launch.to_replace == "b"
+    assert killed_at_commit(state, policy)
+    assert not killed_at_commit(state, POLICY)
 
 
 def test_watchers_of_a_version_that_names_no_rank_are_understood() -> None:

@@ -65,7 +65,7 @@ def commands(run: Path, step: Path, target: Path) -> list[list[str]]:
         *(f"checkpoints verify {there}{more}" for more in ("", " --shallow", " --json", " --cached")),
         *(f"checkpoints latest {here}{more}" for more in ("", " --json --no-cache")),
         *(f"checkpoints tiers {here}{more}" for more in ("", " --json")),
-        *(f"checkpoints prune {here} --dry-run{more}" for more in ("", " --best 1", " --json")),
+        *(f"checkpoints prune {here} --dry-run{more}" for more in ("", " --json")),
         f"checkpoints export {there} {target}/model --dry-run",
         f"checkpoints export {there} {target}/model",
         f"checkpoints copy {here} --to {target}/copy",
@@ -75,6 +75,7 @@ def commands(run: Path, step: Path, target: Path) -> list[list[str]]:
         f"dev replay {here}",
     ]
     found = [each.split(" ") for each in words]
+    found.append(["checkpoints", "prune", here, "--dry-run", "--retention", "best loss 1"])
     return [[word for word in each if word] for each in found]
 
 

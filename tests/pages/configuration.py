@@ -73,27 +73,25 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": (
         "verify_mib_per_s", "policy.choose_within_s", "policy.read_back", "local_keep",
-        "snapshot_every", "snapshot_dir", "peer_copies", "peer_interface", "cold_tier", "cold_keep", "cold_zstd",
+        "snapshot_every", "snapshot_dir", "peer_copies", "peer_interface", "cold_tier", "cold_keep",
         "copy_rate", "framework", "checkpoint_dir",
         "repair_pointers",
     ),
     "Notices, time limit, stop": (
-        "attach", "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s", "policy.stop_within_s",
-        "policy.resubmit",
+        "attach", "policy.save_margin_s", "policy.time_limit_margin", "policy.leave_within_s",
     ),
     "Failures": (
-        "policy.node_losses_max",
         *(key for key in SETTINGS if key.startswith(f"{GROUP}.on_")),
     ),
     "Hangs, losses, slow nodes": (
         "policy.hang_watch", "policy.hang_least_s", "policy.hang_most_s", "policy.loss_not_finite",
-        "policy.loss_spike", "policy.skip_data_steps", "policy.replay_differs", "confirm_every", "policy.slow_node",
+        "policy.loss_spike", "policy.skip_data_steps", "confirm_every", "policy.slow_node",
     ),
     "Storage and Slurm": (
         "free_gib_min", "group_readable", "slurm_client",
     ),
     "Log and metrics": (
-        "log_format", "progress_log_every_s", "metrics_textfile", "metrics_port",
+        "log_format", "metrics_textfile", "metrics_port",
     ),
 }  # fmt: skip
 """Every key, in the order of the page."""

@@ -65,7 +65,7 @@ MEANINGS = {
     "notified": "the notify command ran to its end",
     "notify_command_failed": "the notify command ended with an error, or took too long",
     "notify_command_not_started": "the notify command could not be started",
-    "progress": "the newest step; at most one in `progress_log_every_s`",
+    "progress": "the newest step; at most one in 10 s",
     "replay_differs": "a step that was done again after a resume came to another loss (`now`) than before (`then`)",
     "replay_equal": "so many steps were done again after a resume, with the same losses as before",
     "run_not_noted": "the home directory did not take the note where this run is",

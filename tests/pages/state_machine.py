@@ -75,7 +75,7 @@ def _states() -> dict[str, State]:
         query=Query(),
         watchers=replace(starting.watchers, ready=frozenset(NODES)),
         resume=replace(starting.resume, choice=Choice.CHOSEN, step=800),
-        failure=Failure(step=900, judge_by=AT + 20),
+        failure=Failure(judge_by=AT + 20),
         timers=Timers({Timer.CAUSE: AT + 60}),
     )
     clearing = replace(
@@ -114,7 +114,7 @@ def _states() -> dict[str, State]:
         timers=Timers({Timer.WATCHERS_LEAVE: AT + 60}),
     )
     ending = replace(closing, leaving=replace(closing.leaving, plan=replace(leave, next=Next.END)))
-    requeueing = replace(closing, phase=Phase.REQUEUEING, timers=Timers({Timer.REQUEUE_ANSWER: AT + 60}))
+    requeueing = replace(closing, phase=Phase.REQUEUEING, timers=Timers({Timer.REQUEUE_TRY: AT + 60}))
     done = replace(requeueing, phase=Phase.DONE, timers=Timers())
     return {
         "starting": starting,
@@ -244,6 +244,8 @@ def _diagram(edges: Mapping[tuple[Phase, Phase], Iterable[str]]) -> Iterator[str
 
 def _fitting(state: State, event: on.Event) -> State:
     """Return the state in which such an event comes: an answer where it was asked for."""
+    if isinstance(event, on.RequeueAnswered):
+        return state.waiting(Timer.REQUEUE_ANSWER, AT + 60)
     return replace(
         state,
         query=replace(state.query, question=Question.ASKED if isinstance(event, on.SlurmAnswered) else None),
@@ -251,7 +253,6 @@ def _fitting(state: State, event: on.Event) -> State:
         resume=replace(
             state.resume, choice=Choice.ROLLING_BACK if isinstance(event, on.RolledBack) else state.resume.choice
         ),
-        requeue=replace(state.requeue, requesting=isinstance(event, on.RequeueAnswered)),
         nodes=replace(state.nodes, growth=_RESTS if isinstance(event, on.NodesChecked) else state.nodes.growth),
         storage=replace(state.storage, verifying=STEP if isinstance(event, on.CheckpointVerified) else None),
         watchers=replace(

@@ -469,12 +469,12 @@ def test_prune_says_what_it_removes_and_why_the_rest_stays(command: Command, run
     pinned = run.checkpoints / "step_00000100"
     assert command("checkpoints", "pin", pinned).code == 0
 
-    dry = command("checkpoints", "prune", run.path, "--dry-run", "--keep-last", "2")
+    dry = command("checkpoints", "prune", run.path, "--dry-run", "--retention", "newest 2")
     assert dry.code == 0
     assert dry.out.count("would be removed") == 2
     assert len(list(run.checkpoints.glob("step_*"))) == 5
 
-    said = command("checkpoints", "prune", run.path, "--keep-last", "2")
+    said = command("checkpoints", "prune", run.path, "--retention", "newest 2")
     assert "step_00000100  kept     pinned" in said.out
     assert said.out.count("removed  no rule keeps it") == 2
     assert sorted(path.name for path in run.checkpoints.glob("*step_*")) == [
@@ -484,7 +484,7 @@ def test_prune_says_what_it_removes_and_why_the_rest_stays(command: Command, run
     ]
 
     assert command("checkpoints", "unpin", pinned).code == 0
-    document = json.loads(command("checkpoints", "prune", run.path, "--keep-last", "1", "--json").out)
+    document = json.loads(command("checkpoints", "prune", run.path, "--retention", "newest 1", "--json").out)
     assert document["removed"] == ["step_00000100", "step_00000400"]
     assert document["kept"] == {"step_00000500": ["one of the newest 1"]}
 
@@ -493,7 +493,7 @@ def test_prune_without_a_rule_removes_nothing(command: Command, run: RunDirector
     steps = build.make_steps(run, 5)
     said = command("checkpoints", "prune", run.path)
     assert said.code == 2
-    assert "--keep-last 3" in said.err
+    assert "--retention" in said.err
     assert all(step.is_dir() for step in steps)
     assert "would be removed" in command("checkpoints", "prune", run.path, "--dry-run").out
 
@@ -502,8 +502,9 @@ def test_prune_keeps_milestones_and_the_best(command: Command, run: RunDirectory
     for step in range(100, 900, 100):
         build.make_step(run, step, save_id=f"{step}", parent=f"{step - 100}" if step > 100 else None, loss=step / 1000)
 
-    options = ["--keep-last", "1", "--every", "300", "--best", "1", "--every-percent", "50", "--total-steps", "1000"]
-    command("checkpoints", "prune", run.path, *options)
+    build.write_status(run, total_steps=1000)
+    rules = "newest 1, every 300 steps, best loss 1, every 50 percent"
+    assert command("checkpoints", "prune", run.path, "--retention", rules).code == 0
 
     assert sorted(path.name for path in run.checkpoints.glob("step_*")) == [
         "step_00000100",
@@ -517,7 +518,7 @@ def test_prune_keeps_milestones_and_the_best(command: Command, run: RunDirectory
 def test_prune_removes_nothing_while_the_newest_step_is_damaged(command: Command, run: RunDirectory) -> None:
     bit_flip(build.make_steps(run)[-1])
 
-    said = command("checkpoints", "prune", run.path, "--keep-last", "1")
+    said = command("checkpoints", "prune", run.path, "--retention", "newest 1")
 
     assert said.code == 0
     assert "step_00000300, is not verified" in said.err
@@ -535,8 +536,15 @@ def test_a_pin_alone_does_not_hide_the_steps_of_a_run_without_a_lineage(command:
 
 def test_prune_and_pin_say_what_is_wrong_with_their_words(command: Command, run: RunDirectory) -> None:
     step = build.make_steps(run)[-1]
-    for option in (["--keep-last", "0"], ["--every-percent", "10"], ["--every", "-1"], ["--best", "x"]):
-        assert command("checkpoints", "prune", run.path, *option).code == 2
+    for rules, wrong in {
+        "newest 0": "keep_last is below 1",
+        "every 10 percent": "needs total_steps",  # which nobody has said
+        "newest 3 every 5 steps": "cannot be read; write `all`, or some of `newest 3`",
+        "all": "it keeps every step",
+    }.items():
+        said = command("checkpoints", "prune", run.path, "--retention", rules)
+        assert said.code == 2
+        assert wrong in said.err
     assert command("checkpoints", "pin", run.path / "nowhere").code == 40
     lose_manifest(step)
     assert command("checkpoints", "pin", step).code == 41

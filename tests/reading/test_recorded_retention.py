@@ -80,7 +80,7 @@ def test_prune_goes_by_the_rules_of_the_runs_script(command: Command, run: RunDi
     document = json.loads(command("checkpoints", "prune", run.path, "--json").out)
 
     assert (document["rules"], document["removed"]) == ("newest 2", [f"step_00000{n}00" for n in (1, 2, 3)])
-    named = json.loads(command("checkpoints", "prune", run.path, "--keep-last", "1", "--json").out)
+    named = json.loads(command("checkpoints", "prune", run.path, "--retention", "newest 1", "--json").out)
     assert (named["rules_of"], named["removed"]) == ("named here", ["step_00000400"])
 
 
@@ -107,7 +107,7 @@ def test_prune_removes_nothing_by_rules_that_it_does_not_know(
 
     assert said.code == 2
     assert problem in said.err
-    assert "--keep-last 3" in said.err
+    assert "--retention" in said.err
     assert all(step.is_dir() for step in steps)
 
 

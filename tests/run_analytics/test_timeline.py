@@ -12,6 +12,7 @@ from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.policy import Policy
+from stepkeeper.core.stragglers import Stragglers, Suspect
 from stepkeeper.reason_text import text
 from stepkeeper.run_analytics import history, timeline
 from stepkeeper.run_analytics.model import SECOND, Ending, Rows, Use
@@ -537,11 +538,12 @@ def test_the_last_launch_of_a_run_that_failed_was_not_relaunched() -> None:
 
 
 def test_a_slow_node_that_a_spare_replaces_is_no_stop_that_somebody_asked_for() -> None:
-    told = Journal(nodes=("n1", "n2", "n3"))
+    told = Journal(nodes=("n1", "n2", "n3"), policy=Policy(slow_node="replace"))
     told.begin(0, nodes_wanted=2)
     told.launch(0)
     told.steps(1, 10, at=0)
-    told.state = msgspec.structs.replace(told.state, launch=msgspec.structs.replace(told.state.launch, to_replace="n2"))
+    slow = Stragglers(suspects=(Suspect(node="n2", since=START, reported=True),))
+    told.state = msgspec.structs.replace(told.state, stragglers=slow)
     told.commit(10, at=10, seconds=0)
     assert told.state.phase.value in ("saving", "stopping"), told.records[-1].why
     told.tell(on.TrainingStopped(at=START + 12, launch=0, step=10))

@@ -67,20 +67,11 @@ def test_where_slurm_may_not_requeue_the_job_it_is_submitted_again(assignment, s
     slurm = Slurm(msgspec.structs.replace(FAILED, requeue_allowed=site == "refuses"))
     slurm.forbidden = True
 
-    result = play(msgspec.structs.replace(assignment, resubmit=True, words=("run", "x")), slurm)
+    result = play(msgspec.structs.replace(assignment, words=("run", "x")), slurm)
 
     assert result.done
     assert "submitted again as job 8" in result.why
     assert slurm.called == [("resubmit", "7", assignment.run_directory, 2, ("run", "x"), ())]
-
-
-@pytest.mark.parametrize("site", ["shows it", "refuses"])
-def test_where_no_other_job_is_wanted_none_is_submitted(assignment, site):
-    slurm = Slurm(msgspec.structs.replace(FAILED, requeue_allowed=site == "refuses"))
-    slurm.forbidden = True
-
-    assert not play(assignment, slurm).done
-    assert slurm.called == []
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_when_all_but_the_cold_tier_is_lost_it_goes_on_from_there_with_the_same_
 ) -> None:
     """On the way: nodes' disks, shared storage, an object store; then back."""
     run = tmp_path / "run"
-    own = variables(s3) | {"STEPKEEPER_COLD_TIER": "s3://bucket/lost", "STEPKEEPER_COLD_ZSTD": "3"}
+    own = variables(s3) | {"STEPKEEPER_COLD_TIER": "s3://bucket/lost"}
     with Ranks(NODES, run, of_rank=nodes(tmp_path, **own)) as ranks:
         ranks.until(lambda: "cold_copied" in ranks.output())
         for rank in range(NODES):

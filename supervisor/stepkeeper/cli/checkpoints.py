@@ -22,6 +22,7 @@ from stepkeeper.run_analytics import history, reading
 from stepkeeper.run_analytics.model import left_out_in_words
 from stepkeeper.run_analytics.timeline import condition, judged
 from stepkeeper.run_store import find, journal
+from stepkeeper.run_store import status as run_status
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import records, steps
@@ -318,6 +319,8 @@ def try_storage(arguments: argparse.Namespace) -> int:
 
 # `prune`: the rules, and what they remove.
 
+EXAMPLE = '--retention "newest 3, every 1000 steps"'
+
 
 def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
@@ -331,21 +334,11 @@ def add_prune(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     prune.add_argument("where", metavar="DIR|RUN", help="checkpoints/ directory, run directory or job id")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and why the rest is kept")
     prune.add_argument(
-        "--keep-last",
-        type=whole,
-        metavar="K",
-        help=f"keep the newest K (default where another rule is named: {retention.KEEP_LAST})",
+        "--retention",
+        metavar="POLICY",
+        help="rules, in the words of the setting `retention`: `newest 3, every 1000 steps, best loss 2` "
+        "(docs/retention.md)",
     )
-    prune.add_argument("--every", type=whole, metavar="M", help="keep a milestone of every M steps")
-    prune.add_argument(
-        "--every-percent", type=float, metavar="P", help="keep a milestone of every P %% of the training"
-    )
-    prune.add_argument("--total-steps", type=whole, metavar="N", help="number of all steps, for --every-percent")
-    prune.add_argument("--best", type=whole, default=0, metavar="N", help="keep the N best")
-    prune.add_argument(
-        "--best-by", default="loss", metavar="NAME", help="metric by which the best are chosen (default: loss)"
-    )
-    prune.add_argument("--best-is-highest", action="store_true", help="a higher value is better")
     prune.add_argument("--json", action="store_true", help="one JSON document")
     prune.set_defaults(execute=prune_steps)
 
@@ -387,30 +380,31 @@ def prune_steps(arguments: argparse.Namespace) -> None:
 
 def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention.Policy, str]:
     """Return the rules that count, and whose they are: those that are named here, else those of the run's script."""
-    named = (arguments.keep_last, arguments.every, arguments.every_percent, arguments.best or None)
-    if named == (None,) * len(named):
-        known = _recorded(checkpoints.parent)
-        if known is not None:
-            return known
-        if not arguments.dry_run:
-            raise StepkeeperError(
-                "say what to keep, such as --keep-last 3 --every 1000: no launch of this run has recorded its rules "
-                f"({checkpoints.parent / records.KEEPING_NAME}); --dry-run shows what would go",
-                ExitCode.USAGE,
-            )
+    run = checkpoints.parent
+    if arguments.retention is not None:
+        return _named(arguments.retention, run), "named here"
+    known = _recorded(run)
+    if known is not None:
+        return known
+    if arguments.dry_run:
+        return retention.Policy(), "the default"
+    raise StepkeeperError(
+        f"say what to keep, such as {EXAMPLE}: no launch of this run has recorded its rules "
+        f"({run / records.KEEPING_NAME}); --dry-run shows what would go",
+        ExitCode.USAGE,
+    )
+
+
+def _named(text: str, run: Path) -> retention.Policy:
+    """Return the rules of the option."""
+    status = run_status.known(RunDirectory(run).status)
     try:
-        policy = retention.Policy(
-            keep_last=arguments.keep_last or retention.KEEP_LAST,
-            every_steps=arguments.every,
-            every_percent=arguments.every_percent,
-            total_steps=arguments.total_steps,
-            best=arguments.best,
-            best_by=arguments.best_by,
-            best_is_highest=arguments.best_is_highest,
-        )
+        policy = retention.parse_policy(text, total_steps=status.total_steps if status is not None else None)
     except ValueError as error:
         raise StepkeeperError(str(error), ExitCode.USAGE) from error
-    return policy, "named here"
+    if policy is None:
+        raise StepkeeperError(f"--retention {text}: it keeps every step, so nothing is to be removed", ExitCode.USAGE)
+    return policy
 
 
 def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
@@ -422,13 +416,13 @@ def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
             return None
         if kept.retention is None:
             raise StepkeeperError(
-                f"the run's script keeps all steps (launch {kept.launch}): name rules, such as --keep-last 3",
+                f"the run's script keeps all steps (launch {kept.launch}): name rules, such as {EXAMPLE}",
                 ExitCode.USAGE,
             )
         return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
     except (OSError, TypeError, ValueError) as error:
         raise StepkeeperError(
-            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as --keep-last 3",
+            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as {EXAMPLE}",
             ExitCode.USAGE,
         ) from error
 
@@ -436,7 +430,7 @@ def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
 def rules_in_words(policy: retention.Policy) -> str:
     """Say rules as a script would.
 
-    >>> words(retention.Policy(every_steps=1000, best=2))
+    >>> rules_in_words(retention.Policy(every_steps=1000, best=2))
     'newest 3, every 1000 steps, epoch ends, best loss 2'
     """
     parts = [f"newest {policy.keep_last}"]

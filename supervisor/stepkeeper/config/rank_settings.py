@@ -43,7 +43,6 @@ _FIELDS = {  # of `Tiers`, by the setting's key
     "local_tier": "local",
     "cold_tier": "cold",
     "copy_rate": "megabytes_per_s",
-    "cold_zstd": "cold_zstd",
     "local_keep": "local_keep",
     "cold_keep": "cold_keep",
     "peer_copies": "peers",

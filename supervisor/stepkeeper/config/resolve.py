@@ -187,7 +187,13 @@ def _refuse_misfits(values: dict[str, Resolved]) -> None:
 
 # The options of `stepkeeper run` that are settings.
 
-_REMOVED = {"max_nodes": "--max-nodes", "load_memory_gib": "--load-memory-gib"}  # options of 0.1
+_REMOVED = {  # options of 0.1
+    "max_nodes": "--max-nodes",
+    "load_memory_gib": "--load-memory-gib",
+    "progress_log_every_s": "--progress-log-every-s",
+    "cold_zstd": "--cold-zstd",
+    "policy.resubmit": "--resubmit",
+}
 _DEST = "setting "  # and the key: no option of another kind can have such a name
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepkeeper.core.anomalies import REPLAY_CHOICES, SLOW_NODE_CHOICES, WATCH
+from stepkeeper.core.anomalies import SLOW_NODE_CHOICES, WATCH
 from stepkeeper.core.policy import STOP_SIGNALS, Limits, Policy
 from stepkeeper.core.scale_up import GROW_BACK
 from stepkeeper.run_store import paths
@@ -86,9 +86,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     group_readable: Annotated[bool, About()] = False
     """Let your group read the run directory."""
 
-    progress_log_every_s: Annotated[float, About(unit="s", metavar="SECONDS", least=0, most=YEAR_S)] = 10.0
-    """The log gets a progress line at most this often."""
-
     log_format: Annotated[str, About(metavar="text|json", choices=("text", "json"))] = "text"
     """Format of the supervisor's lines in the job's log: text for people, or JSON lines.
     `logs/attempt-000/supervisor.jsonl` in the run directory always has JSON lines (docs/log.md)."""
@@ -126,9 +123,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     cold_keep: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
     """How many of the newest steps stay in the cold tier.  If not set: all."""
-
-    cold_zstd: Annotated[int | None, About(metavar="LEVEL", least=1, most=22)] = None
-    """Compress files in the cold tier with this level of zstd.  If not set: no compression."""
 
     peer_copies: Annotated[bool, About()] = False
     """The next node keeps a copy of each node's files of the local tier and of its snapshots in memory, so a lost node
@@ -201,14 +195,11 @@ _POLICY = {
     "exclude_lost_for_s": About(unit="s", metavar="SECONDS", least=0, most=YEAR_S, has_flag=False),
     "loss_not_finite": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
     "loss_spike": About(metavar="|".join(WATCH), choices=WATCH, has_flag=False),
-    "replay_differs": About(metavar="|".join(REPLAY_CHOICES), choices=REPLAY_CHOICES, has_flag=False),
     "slow_node": About(metavar="|".join(SLOW_NODE_CHOICES), choices=SLOW_NODE_CHOICES, has_flag=False),
     "hang_least_s": About(unit="s", metavar="SECONDS", least=SHORTEST_WAIT_S, most=YEAR_S),
     "failures_max": About(unit="launches", metavar="N", least=1, most=COUNT_MAX),
     "read_back": About(metavar="off|newest|all", choices=("off", "newest", "all")),
     "grow_back": About(metavar="|".join(GROW_BACK), choices=GROW_BACK),
-    "resubmit": About(metavar="auto|never", choices=("auto", "never")),
-    "node_losses_max": About(unit="nodes", metavar="N", least=1, most=COUNT_MAX, has_flag=False),
 }
 
 

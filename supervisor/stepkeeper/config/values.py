@@ -38,6 +38,10 @@ REMOVED = {
     "verify_shared_mib_min": "leave it out; nodes share a step of 1 GiB, or one that `verify_mib_per_s` makes slow",
     "load_memory_gib": "give `CheckpointManager` the argument `load_memory_gib`",
     "metrics_address": "set `metrics_port` to ADDRESS:PORT",
+    "progress_log_every_s": "leave it out; the log gets a line every 10 s at most",
+    "cold_zstd": "give `Tiers` of the script the argument `cold_zstd`",
+    "policy.resubmit": "leave it out; a job that Slurm cannot requeue is submitted again",
+    "policy.replay_differs": "leave it out; other losses of repeated steps are reported",
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
     "policy.unfit_again_s": "set `policy.grow_idle_s`: a node that failed its check rests for so long, too",
 } | {
@@ -47,8 +51,7 @@ REMOVED = {
 
 # Values of 0.1 that have another name, by setting.
 RENAMED_VALUES = {
-    key: {"tell": "report"}
-    for key in ("policy.loss_not_finite", "policy.loss_spike", "policy.replay_differs", "policy.slow_node")
+    key: {"tell": "report"} for key in ("policy.loss_not_finite", "policy.loss_spike", "policy.slow_node")
 }
 
 

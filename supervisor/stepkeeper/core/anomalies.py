@@ -14,7 +14,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.baseline import MAD_TO_SIGMA
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.faults import exclude, leave_on_suspicion
+from stepkeeper.core.faults import exclude_nodes, leave_on_suspicion
 from stepkeeper.core.losses import ENOUGH, NOT_FINITE, Losses, observe
 from stepkeeper.core.phases import Decision, kill_for
 from stepkeeper.core.placement import places, without_nodes
@@ -46,8 +46,6 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
 # in a run that says it is deterministic are a wrong state or a device that computes wrongly, here or there.  Where a
 # run is not deterministic, what counts is how far they are, beside what is usual between its steps.
 
-REPLAY_CHOICES = (REPORT, ROLLBACK)
-RULE = "replay-differs"
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
 
 
@@ -74,12 +72,7 @@ def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
             changed=event.changed,
         ),
     )
-    report = _report(event, new, why, equal=False)
-    if policy.replay_differs == REPORT or state.phase is not Phase.TRAINING:
-        return Decision(state, (report,), why)
-    found = Finding(cause=Cause.NUMERICAL, rule=RULE, reasons=why, step=event.worst)
-    ended = kill_for(state, event.at, found, policy)
-    return Decision(ended.state, (report, *ended.effects), why)
+    return Decision(state, (_report(event, new, why, equal=False),), why)
 
 
 def _report(event: on.Replayed, nodes: tuple[str, ...], why: Why, *, equal: bool) -> do.ReportReplay:
@@ -125,7 +118,7 @@ def on_corrupted(state: State, event: on.Corrupted, policy: Policy) -> Decision:
     # a rollback before this launch leaves out nothing that this launch has put into a tier
     state = replace(state, resume=replace(state.resume, went_back=False))
     if event.node in state.nodes.usable:  # a requeue may come before the cause is settled
-        state = exclude(state, event.at, event.node, (said,), policy)
+        state = exclude_nodes(state, event.at, {event.node: (said,)}, policy)
     before = state.launch.found
     if before is not None and before.rule == CORRUPTED:  # several ranks at once: one node is left, all are told of
         back_to = min(event.confirmed, event.confirmed if before.back_to is None else before.back_to)
@@ -179,11 +172,8 @@ def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decisi
         if its_data and policy.slow_node == REPLACE:
             said += (because.SlowNodeStays(its_data=True),)
         elif verdict.slow and policy.slow_node == REPLACE and not verdict.of_its_place:
-            state = replace(state, launch=replace(state.launch, to_replace=verdict.node))
             has_spare = _has_spare(state, verdict.node)
             said += (because.SpareAtCommit(node=verdict.node) if has_spare else because.SlowNodeStays(its_data=False),)
-        elif not verdict.slow and state.launch.to_replace == verdict.node:
-            state = replace(state, launch=replace(state.launch, to_replace=""))
         why += said
         effects.append(
             do.ReportSlowNode(
@@ -214,10 +204,11 @@ def _has_spare(state: State, node: str) -> bool:
 
 def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     """A checkpoint is there: put a spare in the place of a slow node, if that is wanted and one is there."""
-    node = state.launch.to_replace
-    if not node or state.phase is not Phase.TRAINING or node not in state.launch.nodes or not _has_spare(state, node):
+    if state.phase is not Phase.TRAINING or policy.slow_node != REPLACE:
         return None
-    state = replace(state, launch=replace(state.launch, to_replace=""))
+    node = stragglers.to_replace(state.stragglers, state.launch.nodes)
+    if not node or not _has_spare(state, node):
+        return None
     return leave_on_suspicion(state, at, node, (because.SpareAtCommit(node=node, now=True),), policy)
 
 

@@ -71,8 +71,8 @@ def _on_late(state: State, event: on.Tick, policy: Policy) -> Decision:
         case Phase.CLOSING:
             return _on_closing_late(state, event.at, policy)
         case Phase.REQUEUEING | Phase.DONE:  # DONE has no deadline: nothing comes here
-            if state.query.asking or state.requeue.requesting:
-                within_s = policy.requeue_within_s if state.requeue.requesting else policy.ask_within_s
+            if state.query.asking or state.requesting:
+                within_s = policy.requeue_within_s if state.requesting else policy.ask_within_s
                 late = f"Slurm did not answer in {within_s:g} s"
                 return retry_requeue(state, event.at, late, ExitCode.UNDECIDED, policy)
             state = state.waiting(Timer.SLURM_ANSWER, event.at + policy.ask_within_s)

@@ -72,14 +72,15 @@ def judge_eviction(state: State, job: JobFacts | None, at: float, policy: Policy
     """Tell why Slurm signaled.  `state.term_at` says when the batch process got SIGTERM, if it did."""
     if job is None:
         return _unreachable(state, at, policy)
+    killed_at = _kill_deadline(state, at, policy)
     if job.restarts > state.identity.restart_count:
-        return Judgement(notice=Notice.REQUEUED, deadline_at=_kill_deadline(state, at, policy))
+        return Judgement(notice=Notice.REQUEUED, deadline_at=killed_at)
     if job.state in (JobState.COMPLETING, JobState.ENDED):
         if job.reason == "TimeLimit":
-            return Judgement(notice=Notice.TIME_LIMIT, deadline_at=_kill_deadline(state, at, policy))
+            return Judgement(notice=Notice.TIME_LIMIT, deadline_at=killed_at)
         if preempted_at_last(job, state.leaving.preempted_at):
-            return Judgement(notice=Notice.PREEMPTED, deadline_at=_kill_deadline(state, at, policy))
-        return Judgement(notice=Notice.CANCELLED, deadline_at=_kill_deadline(state, at, policy))
+            return Judgement(notice=Notice.PREEMPTED, deadline_at=killed_at)
+        return Judgement(notice=Notice.CANCELLED, deadline_at=killed_at)
     if job.preempt_at is not None:
         return Judgement(notice=Notice.PREEMPTED, deadline_at=_end_deadline(state, job, at, policy))
     if state.query.signal == LIMIT and job.end_at is not None and job.end_at - at <= margin_s(state, policy):

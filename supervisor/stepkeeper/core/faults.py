@@ -179,7 +179,7 @@ def _leave(
     if rests:
         state = rest(state, at, left, policy)
     if exclude:
-        state = _with_exclusions(state, at, left, policy)
+        state = exclude_nodes(state, at, left, policy)
     # after training, the next choice of a checkpoint tells first whether a step was verified since
     if state.phase is Phase.STARTING and state.budgets.node_losses > policy.node_losses_max:
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
@@ -192,8 +192,8 @@ def _leave(
             return Decision(_blame_node(state, why, hit=hit), (), why)
 
 
-def _with_exclusions(state: State, at: float, left: Mapping[str, Why], policy: Policy) -> State:
-    """Exclude nodes from the next attempts."""
+def exclude_nodes(state: State, at: float, left: Mapping[str, Why], policy: Policy) -> State:
+    """Keep the next attempts away from nodes."""
     until = at + policy.exclude_for_s
     new = tuple(on.Exclusion(node=node, reasons=why, until=until) for node, why in left.items())
     return _at_most((*(each for each in state.nodes.excluded if each.node not in left), *new), state, policy)
@@ -229,11 +229,6 @@ def leave_on_suspicion(state: State, at: float, node: str, why: Why, policy: Pol
     """The launch before failed on this node: the next one runs without it.  A lost one may be back any moment."""
     state = replace(state, budgets=replace(state.budgets, failure_counted=False))
     return _leave(state, at, {node: why}, policy, exclude=not lost, lost=lost)
-
-
-def exclude(state: State, at: float, node: str, why: Why, policy: Policy) -> State:
-    """Keep the next attempts away from a node."""
-    return _with_exclusions(state, at, {node: why}, policy)
 
 
 def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[str, ...]]:

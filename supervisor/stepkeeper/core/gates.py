@@ -100,7 +100,7 @@ def relaunch(state: State, at: float, why: Why, policy: Policy) -> Decision:
         tried = tuple(replace(each, count=0, repeats=repeats(each)) for each in state.budgets.tried)
         state = replace(state, budgets=replace(state.budgets, failures=0, tried=tried))
     judged = counts and (launch.all_tasks_started or not state.identity.wrapped)  # else it says nothing of the training
-    failure = Failure(step=launch.step, judge_by=at + policy.judge_within_s) if judged else None
+    failure = Failure(judge_by=at + policy.judge_within_s) if judged else None
     judge = (do.JudgeLaunch(launch=launch.number, found=launch.found),) if judged else ()
     released = release(state)
     state = released.state

@@ -80,7 +80,7 @@ def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
     if state.phase is Phase.CLOSING and state.leaving.plan is not None and state.leaving.plan.next is Next.END:
         return Decision(state)  # it ends anyway; after a requeue Slurm sends us SIGTERM at once
     if state.phase is Phase.REQUEUEING:
-        if state.requeue.requesting:
+        if state.requesting:
             return Decision(state)  # Slurm ends what it requeues: the answer to that is on its way
         if not state.query.asking:  # between two tries: what it means cannot wait
             state = state.waiting(Timer.SLURM_ANSWER, at + policy.ask_within_s)
@@ -91,8 +91,8 @@ def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> 
     """Act on what Slurm says of a signal, or of the requeue that we are about to make."""
     if not state.query.asking:
         return Decision(state)  # too late: it was given up
-    if state.suspended.asked:
-        state = replace(state, suspended=replace(state.suspended, asked=False))
+    if state.query.question is Question.STALE:
+        state = replace(state, query=replace(state.query, question=Question.ASKED))
         why = (because.AskedAgain(suspended=True),)
         return Decision(state, (do.AskSlurm(reasons=why),), why)
     again = state.query.question is Question.OUTDATED
@@ -258,9 +258,6 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
     if judgement.notice is Notice.CANCELLED:
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.CANCELLED), policy)
     anew = state.requeue.resubmitting or not job.requeue_allowed
-    if anew and policy.resubmit == "never":
-        plan = Plan(next=Next.END, why=(because.Plain(because.Fact.REQUEUE_FORBIDDEN),), code=ExitCode.REQUEUE_FAILED)
-        return close(state, event.at, plan, policy)
     why = state.plan.why
     state, keep = without_lost(state, event.at, policy)
     now = tuple(exclusion for exclusion in state.nodes.excluded if exclusion.until > event.at)
@@ -270,7 +267,6 @@ def _requeue_if_right(state: State, event: on.SlurmAnswered, judgement: Judgemen
         why += (because.WithoutNodes(nodes=tuple(exclusion.node for exclusion in now)),)
     state = replace(
         state,
-        requeue=replace(state.requeue, requesting=True),
         nodes=replace(state.nodes, excluded=now, readmit=readmit),
     ).waiting(Timer.REQUEUE_ANSWER, event.at + policy.requeue_within_s)
     exclude = tuple(exclusion.node for exclusion in now)
@@ -287,14 +283,14 @@ def on_requeue_answered(state: State, event: on.RequeueAnswered, policy: Policy)
     if event.ok:
         requeued = because.Requeued(job_id=event.job_id, besides=event.error)
         return close(state, event.at, Plan(next=Next.END, why=(requeued, *state.plan.why)), policy)
-    if not state.requeue.requesting:
+    if not state.requesting:
         return Decision(state)  # too late: it was given up, and counted
-    if event.forbidden and (state.requeue.resubmitting or policy.resubmit == "never"):
+    if event.forbidden and state.requeue.resubmitting:
         why = (because.Failed(what="submit", error=event.error),)
         return close(state, event.at, Plan(next=Next.END, why=why, code=ExitCode.REQUEUE_FAILED), policy)
     if event.forbidden:
         deadline = event.at + policy.ask_within_s
-        requeue = replace(state.requeue, requesting=False, resubmitting=True)
+        requeue = replace(state.requeue, resubmitting=True)
         state = replace(state, requeue=requeue).waiting(Timer.SLURM_ANSWER, deadline)
         return query_slurm(state, (because.Failed(what="requeue", error=event.error),))
     return retry_requeue(state, event.at, event.error, ExitCode.REQUEUE_FAILED, policy)
@@ -309,7 +305,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
     wait = min(policy.requeue_retry_s * 2 ** (tries - 1), policy.requeue_retry_max_s)
     state = replace(
         state,
-        requeue=replace(state.requeue, tries=tries, requesting=False),
+        requeue=replace(state.requeue, tries=tries),
         query=replace(state.query, question=None),
     ).waiting(Timer.REQUEUE_TRY, at + wait)
     return Decision(state, (), (because.RequeueFailed(error=error, again_s=wait, tries=tries),))
@@ -317,7 +313,7 @@ def retry_requeue(state: State, at: float, error: str, code: ExitCode, policy: P
 
 def give_up_requeue(state: State, at: float, policy: Policy) -> Decision:
     """End without a requeue: a person can still requeue the job, or resume the run."""
-    code = ExitCode.REQUEUE_FAILED if state.requeue.requesting else ExitCode.UNDECIDED
+    code = ExitCode.REQUEUE_FAILED if state.requesting else ExitCode.UNDECIDED
     return close(state, at, Plan(next=Next.END, why=(because.Late(timer=Timer.REQUEUE_END),), code=code), policy)
 
 
@@ -374,7 +370,7 @@ def _asked_to_stop(state: State, event: on.Requested, policy: Policy) -> Decisio
             return Decision(take(state, plan), (), why)
         case Phase.CLOSING:
             return closed(take(state, plan), event.at, policy, why)
-        case Phase.REQUEUEING if state.requeue.requesting:
+        case Phase.REQUEUEING if state.requesting:
             return None  # the next attempt gets it
         case Phase.REQUEUEING:
             return close(take(state, plan), event.at, plan, policy)

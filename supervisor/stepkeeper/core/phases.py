@@ -59,7 +59,8 @@ def request_save(state: State) -> do.RequestSave:
 def query_slurm(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
     if state.query.asking:
-        return Decision(replace(state, query=replace(state.query, question=Question.OUTDATED)), (), why)
+        again = Question.STALE if state.query.question is Question.STALE else Question.OUTDATED
+        return Decision(replace(state, query=replace(state.query, question=again)), (), why)
     return Decision(
         replace(state, query=replace(state.query, question=Question.ASKED)), (do.AskSlurm(reasons=why),), why
     )
@@ -138,13 +139,13 @@ def leads_back(state: State) -> bool:
     return state.resume.choice is Choice.ROLLING_BACK and state.plan.code is not ExitCode.SUPERSEDED
 
 
-def leave_out(state: State, below_step: int, why: Why, *, quick: bool = False) -> do.RollBack:
-    """Return the order to go on from below a step: what came later is wrong, on shared storage and in each tier."""
+def leave_out(state: State, below_step: int, why: Why, *, quick: bool = False, suspect: bool = True) -> do.RollBack:
+    """Return the order to go on from below a step: what came later may be wrong, on shared storage and in each tier."""
     return do.RollBack(
         launch=state.launch.number,
         below_step=below_step,
         reasons=why,
-        suspect=True,
+        suspect=suspect,
         quick=quick,
         skipped_data=state.resume.skipped_data,
     )

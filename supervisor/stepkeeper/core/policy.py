@@ -188,6 +188,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The storage failed its test at the start: the test is repeated for so long; then the run stops.  A file server
     that fails over is back within half an hour."""
 
+    stop_within_s: float = 900.0
+    """Of a save that a person or the growth of the job asked for, until the ranks are killed: longer than a save takes
+    that nothing hurries."""
+
+    node_losses_max: int = 10
+    """The run stops after more than this many losses and faults of nodes without a newly verified step in between: not
+    even a thousand nodes lose as many by chance."""
+
     on_configuration: str = "stop"
     """Rows of the recovery ladder for which there is one sensible order.  The program was started wrongly: it fails in
     the same way again."""
@@ -207,6 +215,27 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_node_lost: str = "leave, requeue"
     """A node was lost: the same."""
 
+    on_gpu_memory: str = "relaunch, stop"
+    """A GPU ran out of memory: another start helps where the memory was fragmented, and only there."""
+
+    on_host_memory: str = "relaunch, leave, stop"
+    """A node ran out of memory: something else may use it up there."""
+
+    on_segfault: str = "relaunch, leave, stop"
+    """A process crashed in native code: the node may be the cause."""
+
+    on_storage: str = "relaunch after 10 s, relaunch after 30 s, relaunch after 120 s, relaunch after 600 s, stop"
+    """A file system was full or failed, and may recover.  These failures do not count for `failures_max`."""
+
+    on_network: str = "relaunch, requeue, stop"
+    """The network failed: other nodes have another part of it."""
+
+    on_hang: str = "relaunch, leave, requeue, stop"
+    """The training hung: a node may be the cause that no sensor shows."""
+
+    on_unknown: str = "relaunch"
+    """The cause is unknown, or has no row of its own: the number of failures is the limit."""
+
 
 class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is set, in the group `policy`.  Seconds unless the name says otherwise."""
@@ -221,9 +250,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     save_margin_s: float = 4.0
     """Time between the end of a save and the moment at which Slurm kills the job.  The requeue needs it."""
-
-    stop_within_s: float = 900.0
-    """Time limit of the save after `stepkeeper stop`; then the ranks are killed."""
 
     stop_signal: str = "TERM"
     """The signal by which a script without the trainer library saves and ends: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
@@ -243,13 +269,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     failures_max: int = 3
     """The run stops after this many failed launches without a newly verified step in between."""
-
-    resubmit: str = "auto"
-    """If Slurm cannot requeue the job (`--no-requeue`, JobRequeue=0): submit it again, to start after its end and to
-    continue the run (auto), or end and say how to continue (never)."""
-
-    node_losses_max: int = 10
-    """The run stops after more than this many lost and faulty nodes without a newly verified step in between."""
 
     exclude_lost_for_s: float = 900.0
     """A lost node is given back before a requeue, and excluded from the job for this time, because Slurm may not have
@@ -288,10 +307,6 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """After a rollback because of a wrong loss: leave out the data of this many steps from that step on (the sampler
     must be a GlobalSampler, or have its `skip`).  0: leave out nothing."""
 
-    replay_differs: str = "report"
-    """What follows if the ranks repeat steps after a resume and the losses differ by more than is usual: `report` or
-    `rollback`.  A rollback ends the launch and tries once more from a verified step, as `on_numerical` says."""
-
     slow_node: str = "report"
     """What follows if the ranks of a node take longer for a step than those of other nodes, which wait for them:
     `report` (log, metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next
@@ -301,29 +316,8 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The actions for the first, the second, ... failure in the same way, if the program raised an error: relaunch,
     leave (the node), rollback (to an older verified step), requeue, stop; `relaunch after 30 s` waits."""
 
-    on_gpu_memory: str = "relaunch, stop"
-    """The same if a GPU ran out of memory."""
-
-    on_host_memory: str = "relaunch, leave, stop"
-    """The same if a node ran out of memory."""
-
-    on_segfault: str = "relaunch, leave, stop"
-    """The same if a process crashed in native code."""
-
     on_numerical: str = "rollback, stop"
     """The same if the training went numerically wrong."""
-
-    on_storage: str = "relaunch after 10 s, relaunch after 30 s, relaunch after 120 s, relaunch after 600 s, stop"
-    """The same if a file system was full or failed.  These failures do not count for `failures_max`."""
-
-    on_network: str = "relaunch, requeue, stop"
-    """The same if the network failed."""
-
-    on_hang: str = "relaunch, leave, requeue, stop"
-    """The same if the training hung."""
-
-    on_unknown: str = "relaunch"
-    """The same if the cause is unknown, or has no row of its own."""
 
     def row(self, cause: Cause) -> tuple[causes.Try, ...]:
         """Return what failures of a cause lead to, the first one first."""

@@ -58,7 +58,6 @@ class Fact(StrEnum):
     # what Slurm says, and people
     TIME_LIMIT_NEAR = auto()
     WAIT_FOR_SLURM = auto()
-    REQUEUE_FORBIDDEN = auto()
     NO_BATCH_SCRIPT = auto()
     SUBMITTED_INSTEAD = auto()
     # nodes

@@ -19,7 +19,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
 from stepkeeper.core.causes import BY_EVIDENCE, IN_A_STATE, OF_NODE, UNCHARGED, Cause, Rung, SkippedData, Tried, Try
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.core.faults import exclude, leave_on_suspicion, uncount_failure
+from stepkeeper.core.faults import exclude_nodes, leave_on_suspicion, uncount_failure
 from stepkeeper.core.gates import go_on_starting, waiting
 from stepkeeper.core.phases import Decision, close_soon, leave_out, repeats, stop
 from stepkeeper.core.placement import places, without_nodes
@@ -87,21 +87,11 @@ def past(tried: tuple[Tried, ...], step: int | None) -> tuple[Tried, ...]:
 
 def found(said: on.Judged) -> because.CauseFound:
     """Return the verdict as a reason."""
-    return because.CauseFound(
-        cause=said.cause,
-        rule=said.rule,
-        confidence=said.confidence,
-        step=said.step,
-        location=said.location,
-        rank=said.rank,
-        node=said.node,
-        second_cause=said.second_cause,
-    )
+    return because.CauseFound(**{name: getattr(said, name) for name in because.CauseFound.__struct_fields__})
 
 
 def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -> Decision:
     """Decide what follows; the newest checkpoint is known, and so is the cause, as far as anybody can tell."""
-    failed_at = state.failure.step if state.failure is not None else None
     wrong = state.launch.found
     if wrong is not None and wrong.back_to is not None:  # the ranks have proved it: no log says more
         said = replace(said, cause=wrong.cause, rule=wrong.rule, node=wrong.node, rank=wrong.rank, confidence=1.0)
@@ -109,7 +99,7 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     if cause in OF_NODE and said.node and said.node not in state.launch.nodes:
         cause = Cause.UNKNOWN  # a node that the launch did not run on explains nothing: it was left before
     place = _place(cause, said)
-    step = next((each for each in (said.step, failed_at, state.resume.step) if each is not None), None)
+    step = next((each for each in (said.step, state.launch.step, state.resume.step) if each is not None), None)
     before = next((each for each in state.budgets.tried if (each.cause, each.place) == (cause, place)), None)
     count = before.count if before is not None else 0
     row = policy.row(cause)
@@ -197,7 +187,7 @@ def _act(state: State, at: float, word: Try, case: _Case, policy: Policy) -> Dec
             return _roll_back(state, at, case, why, policy)
         case Rung.REQUEUE:
             if case.node in state.nodes.usable and case.cause in (*OF_NODE, Cause.HANG):
-                state = exclude(state, at, case.node, why, policy)
+                state = exclude_nodes(state, at, {case.node: why}, policy)
             blame = Blame.NODE if case.cause in OF_NODE else Blame.TRAINING
             return stop(state, at, Plan(next=Next.REQUEUE, why=why, blame=blame, cause=case.cause), policy)
         case Rung.STOP:
@@ -219,14 +209,14 @@ def _skip_data(state: State, case: _Case, why: Why, policy: Policy) -> tuple[Sta
     return replace(state, resume=resume), (*why, said)
 
 
-def roll_back_below(state: State, at: float, step: int, why: Why, policy: Policy) -> Decision:
+def roll_back_below(state: State, at: float, step: int, why: Why, policy: Policy, *, suspect: bool = True) -> Decision:
     """Go back to the newest step below one: what came later may be wrong, on shared storage and in each tier.
 
     The lineage says so also where shared storage has nothing later: then a tier's steps return in no attempt.
     """
     resume = replace(state.resume, choice=Choice.ROLLING_BACK, went_back=True)
     state = waiting(replace(state, resume=resume), at, policy)
-    return Decision(state, (leave_out(state, step, why),), (*why, because.GoBackBelow(step=step)))
+    return Decision(state, (leave_out(state, step, why, suspect=suspect),), (*why, because.GoBackBelow(step=step)))
 
 
 def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -> Decision:
@@ -241,13 +231,4 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     below = wrong_at if wrong_at is not None else state.resume.step
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
-    resume = replace(state.resume, choice=Choice.ROLLING_BACK)
-    state = waiting(replace(state, resume=resume), at, policy)
-    effect = do.RollBack(
-        launch=state.launch.number,
-        below_step=below,
-        reasons=why,
-        suspect=case.cause is Cause.NUMERICAL,
-        skipped_data=state.resume.skipped_data,
-    )
-    return Decision(state, (effect,), (*why, because.GoBackBelow(step=below)))
+    return roll_back_below(state, at, below, why, policy, suspect=case.cause is Cause.NUMERICAL)

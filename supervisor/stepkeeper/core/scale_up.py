@@ -149,7 +149,7 @@ def launched(state: State, at: float, policy: Policy) -> State:
     """Begin a launch: only one that lacks nodes has Slurm asked."""
     asks = policy.grow_back == CHECKPOINT and missing(state) > 0
     ask_at = at + _pause_s(state, policy) if asks else None
-    growth = replace(state.nodes.growth, ask_at=ask_at, asked=False, idle_since=None, looked_at=(), look_until=None)
+    growth = replace(state.nodes.growth, ask_at=ask_at, idle_since=None, looked_at=(), look_until=None)
     return _grown(state, growth)
 
 
@@ -172,19 +172,19 @@ def on_due(state: State, at: float, policy: Policy) -> Decision:
             _grown(state, growth), (do.CheckNodes(nodes=due),), (because.RestingNodes(nodes=due, are="checked"),)
         )
     if growth.ask_at is not None and at >= growth.ask_at:
-        growth = replace(growth, asked=True, ask_at=at + _pause_s(state, policy))
+        growth = replace(growth, ask_at=at + _pause_s(state, policy))
         return Decision(_grown(state, growth), (do.AskIdleNodes(like=state.launch.nodes),))
     return Decision(state)
 
 
 def on_idle_nodes(state: State, event: on.IdleNodes) -> Decision:
     """Slurm says which nodes like ours are idle."""
-    if not state.nodes.growth.asked or state.phase is not Phase.TRAINING:
+    if state.nodes.growth.ask_at is None or state.phase is not Phase.TRAINING:
         return Decision(state)
     enough = not event.error and len(event.nodes) >= missing(state)
     before = state.nodes.growth.idle_since
     since = (before if before is not None else event.at) if enough else None
-    state = _grown(state, replace(state.nodes.growth, asked=False, idle_since=since))
+    state = _grown(state, replace(state.nodes.growth, idle_since=since))
     if (since is None) == (before is None):
         return Decision(state)
     if event.error:

@@ -74,6 +74,7 @@ class Question(StrEnum):
 
     ASKED = "asked"
     OUTDATED = "outdated"  # something happened since: it is asked again after the answer
+    STALE = "stale"  # we did not run since: the answer does not count, and it is asked again
 
 
 class Timer(StrEnum):
@@ -194,7 +195,6 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     look_until: float | None = None  # their answer must come
     failed: tuple[tuple[str, int], ...] = ()  # checks that a node failed in this attempt
     ask_at: float | None = None  # Slurm is asked for idle nodes
-    asked: bool = False  # its answer has not come
     idle_since: float | None = None  # there have been enough
 
     @property
@@ -207,7 +207,6 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that failed: why is being found out while the next one is prepared."""
 
-    step: int | None  # that it had completed, as far as reported
     judge_by: float  # Unix seconds: then its cause counts as unknown
     judged: Judged | None = None
 
@@ -217,7 +216,6 @@ class Suspended(msgspec.Struct, frozen=True, kw_only=True):
 
     step: float = 0.0  # of the newest suspension, until the step that it fell into was reported
     save: float = 0.0  # during the save in flight
-    asked: bool = False  # a question to Slurm was under way: its answer is of before
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,7 +336,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # the last one completed, as far as reported
     saving: str | None = None  # save_id in flight
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault): faults that do not make a job leave
-    to_replace: str = ""  # a slow node, at the next checkpoint
     paced: bool = False  # it was compared with those before
     first_failure: Why = ()  # what the first rank that failed said
     found: Finding | None = None  # why it failed, as we saw ourselves
@@ -413,7 +410,6 @@ class Requeue(msgspec.Struct, frozen=True, kw_only=True):
     """The requeue in REQUEUEING."""
 
     tries: int = 0
-    requesting: bool = False  # ordered, and not answered
     resubmitting: bool = False  # the site let us requeue nothing: the job is submitted again instead
 
 
@@ -463,6 +459,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self) -> Plan:
         """What comes when the ranks are gone: another launch, where nothing else was decided."""
         return self.leaving.plan or Plan(next=Next.RELAUNCH, why=self.launch.first_failure)
+
+    @property
+    def requesting(self) -> bool:
+        """Whether a requeue was ordered, and Slurm has not answered."""
+        return self.timers.wait is Timer.REQUEUE_ANSWER
 
     @property
     def deadline_at(self) -> float | None:

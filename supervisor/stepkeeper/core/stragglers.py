@@ -152,12 +152,21 @@ def _next(before: Suspect | None, node: str, slow: Slow | None, at: float) -> Su
 
 
 def _verdict(stragglers: Stragglers, nodes: tuple[str, ...], suspect: Suspect, *, slow: bool) -> Verdict:
-    place = nodes.index(suspect.node)
-    others = [node for at, node in stragglers.places if at == place and node != suspect.node]
-    return Verdict(
-        node=suspect.node,
-        slow=slow,
-        how=suspect.slow,
-        since=suspect.since,
-        of_its_place=others[-1] if others else "",
+    of_its_place = _of_its_place(stragglers, nodes, suspect.node)
+    return Verdict(node=suspect.node, slow=slow, how=suspect.slow, since=suspect.since, of_its_place=of_its_place)
+
+
+def _of_its_place(stragglers: Stragglers, nodes: tuple[str, ...], node: str) -> str:
+    """Return another node that was slow at the same place, the newest; empty where there is none."""
+    place = nodes.index(node)
+    return next((each for at, each in reversed(stragglers.places) if at == place and each != node), "")
+
+
+def to_replace(stragglers: Stragglers, nodes: tuple[str, ...]) -> str:
+    """Return a node of a launch that was reported slow, is so still, and for no reason of its data or its place."""
+    found = (
+        each.node
+        for each in reversed(stragglers.suspects)
+        if each.reported and each.slow.loading_s is None and not _of_its_place(stragglers, nodes, each.node)
     )
+    return next(found, "")

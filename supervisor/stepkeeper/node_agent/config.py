@@ -19,7 +19,7 @@ import msgspec
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.node_agent import protocol
-from stepkeeper.node_agent.core.state import Mode, Policy
+from stepkeeper.node_agent.core.state import Limits, Mode, Policy
 from stepkeeper.node_agent.kernel import DEVICE
 from stepkeeper.node_agent.xid.catalogue import SITE_FILE
 from stepkeeper.slurm.launch import node_name
@@ -49,11 +49,7 @@ class Remedies(_Table, frozen=True, kw_only=True):
     reboot: bool = False
 
 
-_SET_ELSEWHERE = frozenset({"mode", "agreement", *Breaker.__struct_fields__, *Remedies.__struct_fields__})
-"""Of a policy: what has tables of its own, or follows from other settings."""
-
-
-class Limits(Policy, frozen=True, kw_only=True):
+class AllLimits(Limits, frozen=True, kw_only=True):
     """Constants that a test may shorten, in seconds and counts: those of `decide`, and these."""
 
     call_within_s: float = 10.0
@@ -76,7 +72,7 @@ class Test(_Table, frozen=True, kw_only=True):
     only_pci_prefix: str = ""
     kernel_log: str = DEVICE
     nvml: bool = True
-    limits: Limits = Limits()
+    limits: AllLimits = AllLimits()
 
 
 class NodeConfig(_Table, frozen=True, kw_only=True):
@@ -125,11 +121,12 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
     def policy(self) -> Policy:
         """Return what `decide` goes by."""
         limits = self.test.limits
-        return msgspec.structs.replace(
-            limits,
+        values = {name: getattr(limits, name) for name in Limits.__struct_fields__}
+        values["answer_within_s"] = max(limits.answer_within_s, 2 * limits.call_within_s)
+        return Policy(
             mode=self.mode,
-            answer_within_s=max(limits.answer_within_s, 2 * limits.call_within_s),
             agreement=self.test.nvml and not self.test.allow_injected,  # NVML cannot see what is injected
+            **values,
             **msgspec.structs.asdict(self.remedies),
             **msgspec.structs.asdict(self.breaker),
         )
@@ -197,10 +194,6 @@ def parse(data: bytes, name: str) -> NodeConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
     _pass_over_constants(name, document)
-    test = document.get("test")
-    limits = test.get("limits") if isinstance(test, dict) else None
-    for key in sorted(_SET_ELSEWHERE.intersection(limits if isinstance(limits, dict) else ())):
-        raise StepkeeperError(f"{name}: test.limits: `{key}` has a place of its own, leave it out here", ExitCode.USAGE)
     try:
         config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
@@ -218,17 +211,13 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
     constants: dict[tuple[str, ...], Any] = {
         ("socket",): f"{document.get('run_dir', NodeConfig().run_dir)}/{os.path.basename(protocol.DEFAULT_SOCKET)}",
         ("catalogue",): str(SITE_FILE),
-        ("health_every_s",): Limits().health_every_s,
+        ("health_every_s",): AllLimits().health_every_s,
         ("remedies", "reset_within_s"): _POLICY.reset_within_s,
         ("kernel_log",): DEVICE,
         ("previous_journal",): True,  # what the agent had seen before a reboot is in its ledger
         ("nvml",): True,
         ("test", "previous_journal"): True,
-        **{
-            ("limits", key): value
-            for key, value in msgspec.structs.asdict(Limits()).items()
-            if key not in _SET_ELSEWHERE
-        },
+        **{("limits", key): value for key, value in msgspec.structs.asdict(AllLimits()).items()},
     }
     for (*tables, key), constant in constants.items():
         table = document.get(tables[0], {}) if tables else document

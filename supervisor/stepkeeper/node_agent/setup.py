@@ -165,7 +165,7 @@ def _rights(facts: Facts) -> Iterator[Finding]:
             subject="user",
             found="not root",
             means="Slurm lets only root and SlurmUser drain a node, and jobs trust an agent of root only",
-            remedy="start the agent from its systemd unit: `stepkeeper node install`",
+            remedy="start the agent from its systemd unit: `systemctl start stepkeeper-node-agent`",
         )
     if facts.kernel_log_error:
         yield Finding(

@@ -234,7 +234,7 @@ def facts(seen: Glance, now: float) -> Iterator[tuple[str, str]]:
         now: Unix seconds.
     """
     status = seen.status
-    yield "phase", _phase(seen, now)
+    yield "phase", phase(seen, now)
     if status is not None and status.exit_code is not None and seen.waiting is not None:
         yield "before", ending(status.exit_code)
     if status is not None and seen.silent(now):
@@ -264,20 +264,28 @@ def _ago(at: float, now: float) -> str:
     return f"{duration(max(0.0, now - at))} ago"
 
 
-def _phase(seen: Glance, now: float) -> str:
-    """Say what the run does now; where nobody writes, what it did when somebody did."""
+def phase(seen: Glance, now: float, *, timed: bool = True) -> str:
+    """Say what the run does now; where nobody writes, what it did when somebody did.
+
+    Args:
+        seen: the run.
+        now: Unix seconds.
+        timed: also say for how long; without it, the words change only when what they say does.
+    """
     status, waiting = seen.status, seen.waiting
     if waiting is not None:
-        since = f"for {duration(max(0.0, now - waiting.since))} ({waiting.how.value} {instant(waiting.since)})"
         word = "gone before it started" if waits(seen) == "gone" else waits(seen)
-        return f"{word}, {since}: {waits_for(seen, waiting)}"
+        if timed:
+            word += f", for {duration(max(0.0, now - waiting.since))} ({waiting.how.value} {instant(waiting.since)})"
+        return f"{word}: {waits_for(seen, waiting)}"
     if status is None:
         return "no supervisor has worked on this run yet, or its status cannot be read"
     if status.exit_code is not None:
         return f"ended: {ending(status.exit_code)}"
     if seen.silent(now):
-        return f"unknown, no update for {duration(now - heard_at(status))}; it was {status.phase}"
-    if seen.phase_since is None:
+        silent_for = f" for {duration(now - heard_at(status))}" if timed else ""
+        return f"unknown, no update{silent_for}; it was {status.phase}"
+    if seen.phase_since is None or not timed:
         return status.phase
     return f"{status.phase}, for {duration(max(0.0, now - seen.phase_since))} (since {instant(seen.phase_since)})"
 

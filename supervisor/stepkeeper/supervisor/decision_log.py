@@ -21,6 +21,7 @@ from stepkeeper.run_store.lines import NewestWriter
 from stepkeeper.run_store.recorder import Recorder
 
 STATUS_EVERY_S = 2.0
+PROGRESS_EVERY_S = 10.0  # at most one line
 
 Report = do.ReportSlowNode | do.ReportSlowLaunch | do.ReportReplay
 
@@ -35,7 +36,6 @@ class DecisionLog:
         status_path: Path,
         recorder: Recorder,
         journal: JournalWriter,
-        progress_every_s: float,
         to_wall: Callable[[float], float],
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
@@ -43,7 +43,6 @@ class DecisionLog:
         self._to_wall = to_wall
         self.status = status
         self._recorder, self._journal, self._log = recorder, journal, log
-        self._progress_every_s = progress_every_s
         self._progress_at = 0.0  # when the next progress is logged
         self._fenced = False  # a newer attempt writes the status
         self._journal_failed = ""
@@ -59,7 +58,7 @@ class DecisionLog:
         state = decision.state
         changes = status_file.changes(self.status, event, before, state)
         if isinstance(event, on.Progressed) and event.at >= self._progress_at:
-            self._progress_at = event.at + self._progress_every_s
+            self._progress_at = event.at + PROGRESS_EVERY_S
             self._log.info("progress", step=event.step, loss=event.loss, step_seconds=event.step_seconds)
         if decision.why:
             why = text(decision.why)

@@ -44,7 +44,6 @@ from stepkeeper_trainer.integrations import hook
 
 STORAGE_WITHIN_S = 2.0
 LATE_LOOK_EVERY_S = 2.0
-PROGRESS_LOG_EVERY_S = 10.0
 OPTIONAL: dict[type, Part] = {  # effects that training can do without
     do.Look: Part.DIAGNOSIS,
     do.CollectStacks: Part.STACKS,
@@ -72,7 +71,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     job: launch.Job
     lease: Lease
     policy: Policy
-    progress_log_every_s: float = PROGRESS_LOG_EVERY_S
     gpus_per_node: int | None = None  # that a node must have before a launch
     free_bytes_min: int = 0  # that the storage must have before a launch
     notify_command: str | None = None
@@ -157,7 +155,6 @@ class Supervisor:
             recorder=Recorder(setting.lease, setting.policy),
             journal=journal,
             to_wall=inbox.clock.to_wall,
-            progress_every_s=setting.progress_log_every_s,
             log=log,
         )
 

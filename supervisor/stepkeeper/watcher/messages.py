@@ -353,7 +353,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     kill_wait_s: float
     nonce: str  # nobody can guess it: another user could take the ranks' address first
     started_at: float = 0.0  # of the attempt, Unix seconds
-    resubmit: bool = False  # submit the job again where Slurm may not requeue it
     words: tuple[str, ...] = ()  # the supervisor's own command line
     batch: bool = True  # false: nothing of the job can be requeued or submitted again
     stop_signal: str = "TERM"  # for ranks without the trainer library

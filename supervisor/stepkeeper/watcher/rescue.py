@@ -138,10 +138,8 @@ def _again(client: SlurmCommands, assignment: Assignment, excluded: list[str], *
         if allowed:
             return requeue.requeue(client, assignment, exclude=excluded), f"requeued job {name}"
     except SlurmError as error:
-        if not (error.forbidden and assignment.resubmit):
+        if not error.forbidden:
             raise
-    if not assignment.resubmit:
-        raise SlurmError(f"Slurm may not requeue job {name}, and it shall not be submitted again (resubmit=never)")
     new = requeue.resubmit(client, assignment, exclude=excluded)
     return new.besides, f"job {name} is submitted again as job {new.job_id}"
 

@@ -31,11 +31,14 @@ def one_requeue_and_one_exit_and_nothing_after_it(turns):
 def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
     """Ranks beside a requeue fight the next attempt; an old answer revives what was cancelled since."""
     asked_at = signaled_at = -1
+    requesting = False
     for number, turn in enumerate(turns):
         if turn.ordered(do.AskSlurm):
             asked_at = number
-        if isinstance(turn.event, on.SignalReceived) and not turn.before.requeue.requesting:
+        if isinstance(turn.event, on.SignalReceived) and not requesting:
             signaled_at = number
+        given_up = turn.after.requeue.tries > turn.before.requeue.tries
+        requesting = requesting and not given_up and not isinstance(turn.event, on.RequeueAnswered)
         if not turn.ordered(do.Requeue):
             continue
         assert isinstance(turn.event, on.SlurmAnswered)
@@ -50,8 +53,9 @@ def a_requeue_is_ordered_only_on_a_fresh_answer_with_nothing_running(turns):
         assert turn.before.phase is Phase.REQUEUEING
         assert not turn.before.launch.running
         assert turn.before.watchers.status is not BusStatus.LEAVING
-        assert not turn.before.requeue.requesting
+        assert not requesting
         assert signaled_at <= asked_at
+        requesting = True
 
 
 @promise

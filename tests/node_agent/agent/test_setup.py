@@ -14,7 +14,7 @@ import pytest
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor.site import Level, users_log
 from stepkeeper.node_agent import setup
-from stepkeeper.node_agent.config import Limits, NodeConfig, Test
+from stepkeeper.node_agent.config import AllLimits, NodeConfig, Test
 from stepkeeper.node_agent.core.state import Mode
 from stepkeeper.node_agent.kernel import Roots
 from stepkeeper.node_agent.readings import Gpu, NvmlState, NvmlStatus
@@ -80,7 +80,7 @@ def test_a_kernel_log_that_users_may_write_is_told_as_the_doctor_does() -> None:
 
 
 def test_a_test_table_that_was_left_in_production_is_told() -> None:
-    config = NodeConfig(node_name="gpu17", expected_gpus=2, test=Test(limits=Limits(watch_s=1.0)))
+    config = NodeConfig(node_name="gpu17", expected_gpus=2, test=Test(limits=AllLimits(watch_s=1.0)))
 
     found = setup.examine(config, setup.Facts(node=NODE, pci=PCI, nvml=READY))
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepkeeper.node_agent.config import NodeConfig, parse
+from stepkeeper.node_agent.config import NodeConfig, load, parse
 
 SYSTEMD = Path(__file__).resolve().parents[3] / "systemd"
 UNIT = SYSTEMD / "stepkeeper-node-agent.service"
@@ -73,6 +73,19 @@ def test_the_example_configuration_shows_every_default() -> None:
     assert set(shown) == set(fields) - {"test"}
     for name in ("breaker", "remedies"):
         assert set(shown[name]) == {each.name for each in msgspec.structs.fields(fields[name].type)}
+
+
+def test_the_recipe_for_pip_puts_in_place_what_systemd_and_the_agent_read(tmp_path: Path) -> None:
+    text = (SYSTEMD / "README.md").read_text()
+    recipe = re.findall(r"(?m)^    (install -D -m 644 \S+ \S+)", text)
+    virtual_environment = re.findall(r"(?m)^    python3 -m venv (\S+)", text)
+
+    for line in recipe:
+        subprocess.run(line.replace(" /etc/", f" {tmp_path}/etc/").split(), cwd=SYSTEMD, timeout=WITHIN_S, check=True)
+
+    assert load(tmp_path / "etc/stepkeeper/node.toml") == NodeConfig()
+    unit = (tmp_path / "etc/systemd/system" / UNIT.name).read_text()
+    assert [f"ExecStart={each}/bin/stepkeeper node agent" in unit for each in virtual_environment] == [True]
 
 
 # --- the hooks ------------------------------------------------------------------------------------

@@ -299,7 +299,6 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tiers:
         local=environ.get("STEPKEEPER_LOCAL_TIER") or None,
         cold=environ.get("STEPKEEPER_COLD_TIER") or None,
         megabytes_per_s=read_number(environ, "STEPKEEPER_COPY_RATE", error=TierError),
-        cold_zstd=_whole(environ, "STEPKEEPER_COLD_ZSTD"),
         local_keep=_whole(environ, "STEPKEEPER_LOCAL_KEEP") or LOCAL_KEEP,
         cold_keep=_whole(environ, "STEPKEEPER_COLD_KEEP"),
         peers=environ.get("STEPKEEPER_PEER_COPIES", "").lower() in {"1", "true", "yes", "on"},

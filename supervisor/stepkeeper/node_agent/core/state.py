@@ -171,32 +171,11 @@ class Mode(StrEnum):
     ACT = "act"
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the administrator allows, and every limit that `decide` compares with."""
-
-    mode: Mode = Mode.OBSERVE
-
-    undrain: bool = False
-    """Return a node that we drained, once it was reset or rebooted and has passed its checks."""
-
-    reset_gpus: bool = False
-    """Remedy: `nvidia-smi --gpu-reset`, on a node that we drained and that no job uses any more."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants that `decide` compares with."""
 
     reset_within_s: float = 300.0
     """For all GPUs together; then a reset counts as failed."""
-
-    reboot: bool = False
-    """Remedy: `scontrol reboot`, where a reset cannot help or has failed.  Asks for `undrain` too: Slurm itself
-    returns a node that it has rebooted, and the checks then follow."""
-
-    nodes_min: int = 2
-    """Circuit breaker: so many nodes of a partition may be drained by us in any case."""
-
-    nodes_share: float = 0.05
-    """Circuit breaker: above that, this share of a partition's nodes."""
-
-    drains_per_hour: int = 4
-    """Circuit breaker: what hits more nodes in an hour is the fabric, the driver or a job."""
 
     gather_s: float = 5.0
     """A fault's burst: what an uncertain fault asks for is settled after this; certain ones do not wait."""
@@ -212,9 +191,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     restarts_max: int = 3
     """So many of those in one place of a GPU, of different jobs and users, raise an alarm."""
-
-    agreement: bool = True
-    """What only the kernel log says drains the node once NVML, where it is there, does not find the GPU well."""
 
     keep_s: float = 8 * 86400.0
     """Incidents are remembered this long: longer than anything above looks back."""
@@ -249,3 +225,31 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     check_again_s: float = 60.0
     """After checks that failed."""
+
+
+class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the administrator allows, with the constants: all that `decide` compares with."""
+
+    mode: Mode = Mode.OBSERVE
+
+    undrain: bool = False
+    """Return a node that we drained, once it was reset or rebooted and has passed its checks."""
+
+    reset_gpus: bool = False
+    """Remedy: `nvidia-smi --gpu-reset`, on a node that we drained and that no job uses any more."""
+
+    reboot: bool = False
+    """Remedy: `scontrol reboot`, where a reset cannot help or has failed.  Asks for `undrain` too: Slurm itself
+    returns a node that it has rebooted, and the checks then follow."""
+
+    nodes_min: int = 2
+    """Circuit breaker: so many nodes of a partition may be drained by us in any case."""
+
+    nodes_share: float = 0.05
+    """Circuit breaker: above that, this share of a partition's nodes."""
+
+    drains_per_hour: int = 4
+    """Circuit breaker: what hits more nodes in an hour is the fabric, the driver or a job."""
+
+    agreement: bool = True
+    """What only the kernel log says drains the node once NVML, where it is there, does not find the GPU well."""

@@ -12,7 +12,7 @@ import msgspec
 
 from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics import nodes as node_states
-from stepkeeper.run_analytics.glance import Glance, ending, facts, place, state, waits, waits_for, where
+from stepkeeper.run_analytics.glance import Glance, facts, phase, place, state
 from stepkeeper.run_analytics.model import Checkpoint
 from stepkeeper.run_analytics.nodes import Node
 from stepkeeper.run_analytics.report import page
@@ -54,11 +54,11 @@ def _part(name: str, drawn: str) -> str:
 
 def now_parts(seen: Glance, about: About, checkpoints: Sequence[Checkpoint], now: float) -> dict[str, str]:
     """Return the parts that a quick look makes."""
-    word = state(seen, now)
+    word, said = state(seen, now), phase(seen, now, timed=False)
     css = _CLASSES.get(word, "other" if seen.status is not None and seen.status.exit_code is None else "ended")
     return {
         "head": f"<header><h1>{text(about.name)} <em class=s-{css}>{text(word)}</em></h1></header>",
-        "said": f"<p>{text(_sentence(seen, now))}</p>",
+        "said": f"<p>{text(said[:1].upper() + said[1:])}.</p>",
         "now": _now(seen, checkpoints, now),
         "decisions": _decisions(seen),
     }
@@ -70,20 +70,6 @@ def whole_parts(seen: Timeline, about: About, nodes: Sequence[Node]) -> dict[str
     found["figures"] = page.cards(page.figures(seen))
     found["nodes"] = _nodes(seen, nodes)
     return found
-
-
-def _sentence(seen: Glance, now: float) -> str:
-    """Say how it stands, in words that change only when that does."""
-    status = seen.status
-    if seen.waiting is not None:
-        return f"{waits(seen).capitalize()}: {waits_for(seen, seen.waiting)}."
-    if status is None:
-        return "No supervisor has worked on this run yet, or its status cannot be read."
-    if status.exit_code is not None:
-        return f"It ended: {ending(status.exit_code)}."
-    if seen.silent(now):
-        return f"The supervisor writes nothing any more: job {where(status)}. Its last phase was {status.phase}."
-    return f"{status.phase.capitalize()}: job {where(status)}."
 
 
 def _now(seen: Glance, checkpoints: Sequence[Checkpoint], now: float) -> str:

@@ -27,6 +27,12 @@ def sleep() -> None:
     time.sleep(20)
 
 
+def nap() -> None:
+    """A back-off in small sleeps: the first look meets it, and it is over before the second."""
+    for _ in range(7):
+        time.sleep(1)
+
+
 def stop() -> None:
     """Another process stops this one, and lets it go on."""
     pid = os.getpid()
@@ -50,6 +56,17 @@ def poll() -> None:
     with subprocess.Popen([sys.executable, "-c", program]):
         while not os.path.exists(file):
             time.sleep(1)
+    os.unlink(file)
+
+
+def seldom() -> None:
+    """A file is waited for, and looked for at each other sleep only."""
+    file = f"/tmp/{os.getpid()}.ready"
+    program = f"import pathlib, time; time.sleep(18); pathlib.Path({file!r}).touch()"
+    with subprocess.Popen([sys.executable, "-c", program]):
+        while not os.path.exists(file):
+            for _ in range(2):
+                time.sleep(1)
     os.unlink(file)
 
 
@@ -118,7 +135,7 @@ def compile_() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-PAUSING = (sleep, stop, lock, poll, fetch, child, load, evaluate, collect, write, compile_)
+PAUSING = (sleep, nap, stop, lock, poll, seldom, fetch, child, load, evaluate, collect, write, compile_)
 PAUSES = {each.__name__.strip("_"): each for each in PAUSING}
 
 

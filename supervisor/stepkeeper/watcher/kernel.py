@@ -148,14 +148,13 @@ def sure_s(before: Wait | None, after: Wait | None) -> float:
     return after.left_s if after is not None and before == after else 0.0
 
 
-def sleeps_again(before: Wait | None, after: Wait | None) -> bool:
-    """Tell whether a process slept in two looks, and began anew in between: nobody knows when it goes on.
+def sleeps_less(wait: Wait | None, seconds: float) -> bool:
+    """Tell whether a process sleeps, and wakes within a time: from then on nobody knows what it does.
 
-    >>> first, second = Wait("asleep", 7.0), Wait("asleep", 9.0)
-    >>> sleeps_again(first, second), sleeps_again(first, first), sleeps_again(first, None)
+    >>> sleeps_less(Wait("asleep", 0.0), 3.0), sleeps_less(Wait("asleep", 1e12), 3.0), sleeps_less(Wait("stopped"), 3.0)
     (True, False, False)
     """
-    return before is not None and after is not None and before.what == after.what == _ASLEEP and before != after
+    return wait is not None and wait.what == _ASLEEP and wait.left_s < seconds
 
 
 def _target(pid: int, descriptor: int) -> str:
@@ -329,15 +328,27 @@ def _waits_for_data(pid: int, thread: int) -> bool:
     return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
 
 
-def family_rests(before: Family | None, after: Family | None, apart_s: float) -> bool:
+def family_rests(before: Family | None, after: Family | None, apart_s: float, *, traced: int = 0) -> bool:
     """Tell whether a process and all below it are sure to have done nothing, and wait for no data.
+
+    Args:
+        before: the first look.
+        after: the second one, `apart_s` seconds later.
+        apart_s: the seconds between them.
+        traced: a process whose system calls are known: tracing itself has it sleep and wake.
 
     >>> family = Family({7: Life(1.0, 7, 7, 100)}, False)
     >>> family_rests(family, family, 3.0), family_rests(family, family._replace(waits_for_data=True), 3.0)
     (True, False)
+    >>> woken = Family({7: Life(1.0, 7, 7, 300)}, False)
+    >>> family_rests(family, woken, 3.0), family_rests(family, woken, 3.0, traced=7)
+    (False, True)
     """
     if before is None or after is None or before.waits_for_data or after.waits_for_data:
         return False
     if before.lives.keys() != after.lives.keys():
         return False
+    if traced in before.lives:
+        known = before.lives[traced].switches
+        after = after._replace(lives={**after.lives, traced: after.lives[traced]._replace(switches=known)})
     return all(rests(life, after.lives[member], apart_s) for member, life in before.lives.items())

@@ -212,7 +212,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     halted: bool = False  # it can do nothing: stopped by a signal, ended, or stuck in the kernel
     idle: bool = False  # it is sure that it computed, read and wrote nothing in between; false: it may have
     sure_s: float = 0.0  # for so long it is sure to do nothing: it is stopped, or asleep until then
-    sleeps: bool = False  # in three looks it slept at one line of the user's, and no process below it did anything
+    sleeps: bool = False  # between two looks it did nothing but sleep at one line of the user's, as all below it
 
 
 class StoodBelow(_Line, frozen=True, kw_only=True, tag="stood_below"):

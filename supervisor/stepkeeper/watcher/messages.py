@@ -246,6 +246,7 @@ class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
 
     node: str
     message: FromRank
+    late_s: float = 0.0  # so long ago the watcher got it: progress alone is held back
 
 
 class Paced(_Line, frozen=True, kw_only=True, tag="paced"):

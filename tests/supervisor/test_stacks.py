@@ -73,6 +73,13 @@ def waits_for_a_download():
     print("ready", flush=True)
     while True: time.sleep(0.2)
 
+def waits_for_an_answer():
+    here, there = socket.socketpair()
+    here.settimeout(600)
+    threading.Thread(target=here.recv, args=(1,), daemon=True).start()
+    print("ready", flush=True)
+    while True: time.sleep(0.2)
+
 def waits_for_a_thread():
     print("ready", flush=True)
     threading.Event().wait()
@@ -89,6 +96,7 @@ PAUSES = (
     "waits_for_a_service",
     "waits_for_a_process",
     "waits_for_a_download",
+    "waits_for_an_answer",
     "waits_for_a_thread",
     "computes",
     "stuck",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import struct
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ FAMILY_MAX = 256  # processes below a rank; of more nothing is concluded
 FOREVER_S = 1e9  # what only another process ends
 _TIMER_ABSTIME = 1
 _TIMESPEC = struct.Struct("qq")
+_POLLED = struct.Struct("ihh")  # descriptor, what is waited for, what has come
 PATH_MAX = 80  # characters of a path in words
 
 # calls in which a process may stand: (x86_64, aarch64)
@@ -306,7 +308,7 @@ class Family(NamedTuple):
     """A process, its threads and the processes below it."""
 
     lives: dict[int, Life]  # of it and each process below it
-    waits_for_data: bool  # a thread of theirs is in a device or file system, or reads from a file or socket
+    waits_for_data: bool  # a thread of theirs is in a device or file system, or waits for a file or one socket
 
 
 def of_family(pid: int) -> Family | None:
@@ -325,7 +327,26 @@ def _waits_for_data(pid: int, thread: int) -> bool:
         state = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False  # it has ended
-    return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+    waits = state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+    return waits or _polls_one_socket(pid, thread)
+
+
+def _polls_one_socket(pid: int, thread: int) -> bool:
+    """Tell whether a thread waits for one socket until a time, as Python does where the socket has a timeout.
+
+    Threads of torch, gloo and NCCL always wait: for several at once, by an epoll, or (NCCL's `ncclProxyServiceUDS`)
+    for one socket and its end.
+    """
+    try:
+        words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+        number, place, count = int(words[0]), int(words[1], 16), int(words[2], 16)
+        if _NAMES.get(number) not in {"poll", "ppoll"} or count != 1:
+            return False
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            descriptor, wanted, _ = _POLLED.unpack(os.pread(memory.fileno(), _POLLED.size, place))
+    except (OSError, IndexError, ValueError, struct.error, OverflowError):  # it runs, is gone, or is not ours to trace
+        return False
+    return not wanted & select.POLLHUP and _target(pid, descriptor) == _KINDS["socket:"]
 
 
 def family_rests(before: Family | None, after: Family | None, apart_s: float, *, traced: int = 0) -> bool:

@@ -80,6 +80,17 @@ def fetch() -> None:
             time.sleep(1)
 
 
+def answer() -> None:
+    """A thread asks a service, which takes its time, and the main thread looks at the thread now and then."""
+    here, there = socket.socketpair()
+    here.settimeout(60)
+    asks = threading.Thread(target=here.recv, args=(1,))
+    asks.start()
+    threading.Timer(18.0, there.send, (b"1",)).start()
+    while asks.is_alive():
+        time.sleep(1)
+
+
 def child() -> None:
     """A process of one's own is waited for, which waits itself."""
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(18)"])
@@ -135,7 +146,7 @@ def compile_() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-PAUSING = (sleep, nap, stop, lock, poll, seldom, fetch, child, load, evaluate, collect, write, compile_)
+PAUSING = (sleep, nap, stop, lock, poll, seldom, fetch, answer, child, load, evaluate, collect, write, compile_)
 PAUSES = {each.__name__.strip("_"): each for each in PAUSING}
 
 

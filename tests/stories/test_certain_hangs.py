@@ -60,8 +60,8 @@ def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(
 @pytest.mark.parametrize(
     "pause",
     [
-        "sleep", "nap", "stop", "lock", "poll", "seldom", "fetch", "child", "load", "evaluate", "collect", "write",
-        "compile",
+        "sleep", "nap", "stop", "lock", "poll", "seldom", "fetch", "answer", "child", "load", "evaluate", "collect",
+        "write", "compile",
     ],
 )  # fmt: skip
 def test_a_rank_that_pauses_is_never_ended(lab: Lab, pause: str) -> None:

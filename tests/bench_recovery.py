@@ -15,15 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.lab import Lab, LabOptions
+from tests.recovery import pieces
 from tests.recovery.environment import Peers, peers
 from tests.recovery.page import page
-from tests.recovery.pieces import pieces
 from tests.recovery.playing import FAULTS, LOST_AFTER_SAVE, Fault, Outcome, play, steps
 from tests.recovery.ways import EVERY, STEP_SECONDS, USER, WAYS, Way
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks-recovery.md"
 NOTES = Path(__file__).with_name("recovery") / "notes.md"
-TAKEN_APART = ("stepkeeper", "stepkeeper-warm")
+TAKEN_APART = {  # fault -> how the page calls it, what takes it apart, and under which ways
+    "rank": ("A killed rank", pieces.of_rank, ("stepkeeper", "stepkeeper-warm")),
+    "hang": ("A hang", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
+    "stopped": ("A rank stopped by SIGSTOP", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
+}
 OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
 HEAD = """\
 Written by `make bench-recovery`{how}, and by nothing else. {cores} cores, load average {load} before it began, torch
@@ -46,7 +50,8 @@ class Bench:
     def __init__(self, lab: Lab, site: Peers) -> None:
         self.lab, self.site = lab, site
         self.outcomes: list[Outcome] = []
-        self.pieces: dict[str, dict[str, list[float]]] = {}  # way -> piece -> one figure a repeat
+        # what came before -> way -> piece -> one figure a repeat
+        self.pieces: dict[str, dict[str, dict[str, list[float]]]] = {}
         self._serial = 0
 
     def name(self, way: Way, fault: Fault) -> str:
@@ -65,11 +70,12 @@ class Bench:
         self.outcomes.append(outcome)
         found = f"{outcome.seconds:.1f} s, {outcome.redone} redone" if outcome.seconds is not None else outcome.why_not
         print(f"{name}: {found}  [{time.time() - began:.0f} s]", flush=True)
-        taken_apart = way.name in TAKEN_APART and fault.name == "rank"
-        if spot is not None and taken_apart and outcome.seconds is not None:
+        what, take_apart, ways = TAKEN_APART.get(fault.name, ("", pieces.of_rank, ()))
+        if spot is not None and way.name in ways and outcome.seconds is not None:
             journal = spot.directory / "run" / "journal.jsonl"
-            for piece, seconds in pieces(journal, outcome.struck_at, steps(spot)).items():
-                self.pieces.setdefault(way.name, {}).setdefault(piece, []).append(seconds)
+            own = self.pieces.setdefault(what, {}).setdefault(way.name, {})
+            for piece, seconds in take_apart(journal, outcome.struck_at, steps(spot)).items():
+                own.setdefault(piece, []).append(seconds)
 
     def lost(self, way: Way, fault: Fault) -> bool:
         """Tell whether a way cannot recover: once is enough where it is known why, else it may have been bad luck."""

@@ -181,6 +181,15 @@ def test_who_was_ended_for_it_and_has_not_progressed_since_gets_the_patience_of_
     assert played.killed_at is None
 
 
+def test_silence_counts_from_when_a_step_was_done_and_not_from_when_it_was_told() -> None:
+    played = after_steps(40)
+    due = played.state.timers.get(Timer.HANG)
+    last = on.Progressed(at=played.at + 0.9, late_s=0.9, launch=0, step=941, tokens=1, step_seconds=0.2)
+    played.tell(last)
+    assert due is not None
+    assert played.state.timers.get(Timer.HANG) == pytest.approx(due)
+
+
 @pytest.mark.parametrize("saves", [(), (4.0,)], ids=["none is known", "one is known"])
 def test_a_save_in_flight_puts_the_look_off_by_a_save(saves: tuple[float, ...]) -> None:
     played = after_steps(40)

@@ -13,7 +13,7 @@ OURS = "stepkeeper"
 
 def page(
     outcomes: Sequence[Outcome],
-    pieces: Mapping[str, Mapping[str, Sequence[float]]],
+    pieces: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
     *,
     ways: Sequence[Way],
     faults: Sequence[Fault],
@@ -25,7 +25,7 @@ def page(
 
     Args:
         outcomes: what was played, in any order.
-        pieces: of a relaunch under Stepkeeper, by way and name: one figure a repeat.
+        pieces: of a relaunch under Stepkeeper, by what came before, way and name: one figure a repeat.
         ways: the rows.
         faults: the columns.
         head: on what machine, under what conditions.
@@ -41,16 +41,15 @@ def page(
     if absent:
         parts.append("**Not played**:\n\n" + "\n".join(f"- {way}: {why}" for way, why in sorted(absent.items())))
     parts.append("## The ways\n\n" + "\n".join(f"- **{way.name}**: {way.what}." for way in ways))
-    if pieces:
-        parts.append(_pieces(pieces))
+    parts += [_pieces(what, of_fault) for what, of_fault in pieces.items()]
     parts.append(notes)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def _pieces(pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+def _pieces(what: str, pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     repeats = max(len(each) for of_way in pieces.values() for each in of_way.values())
     lines = [
-        "## A killed rank under Stepkeeper, piece by piece",
+        f"## {what} under Stepkeeper, piece by piece",
         "",
         f"Medians of {repeats}.",
         "",

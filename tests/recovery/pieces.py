@@ -1,8 +1,9 @@
-"""What lies between a killed rank and the next new step under Stepkeeper, piece by piece, from the run's journal."""
+"""What lies between a fault and the next new step under Stepkeeper, piece by piece, from the run's journal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from stepkeeper.core import effects as do
@@ -24,8 +25,8 @@ REDONE = "first step done to the first new one, s"
 SHARE = "tasks run to the first word, of the time from the kill to the first new step, %"
 
 
-def pieces(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
-    """Return the pieces of the first relaunch.
+def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
+    """Return the pieces of the first relaunch after a killed rank.
 
     Args:
         path: the journal.
@@ -72,3 +73,49 @@ def pieces(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, floa
         REDONE: new.at - again[0].at,
         SHARE: 100 * (hello - began) / (new.at - struck_at),
     }
+
+
+# What ends a piece after a hang.
+HUNG_LAST = "rank stands still to the last step done by rank 0, s"
+HUNG_LOOK = "last step to the look, s (3 s, or ten steps)"
+HUNG_SEEN = "the look to the verdict, s (stacks, 3 s, stacks, flight recorders)"
+HUNG_ENDED = "verdict to the Slurm step's end, s"
+HUNG_STARTED = "its end to the next launch, s (checkpoint, nodes)"
+HUNG_SUM = "**rank stands still to the verdict, s** (target: under 10)"
+HUNG_WHOLE = "**rank stands still to the first new step, s**"
+
+
+def of_hang(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
+    """Return the pieces of the first relaunch after a rank that stands still; as `of_rank`."""
+    records = list(journal.read(path))
+
+    def first(holds: Callable[[journal.Record], bool]) -> float:
+        return next(r.event.at for r in records if r.event.at >= struck_at and holds(r))
+
+    def ordered(kind: type) -> Callable[[journal.Record], bool]:
+        return lambda record: any(isinstance(effect, kind) for effect in record.effects)
+
+    def came(kind: type) -> Callable[[journal.Record], bool]:
+        return lambda record: isinstance(record.event, kind)
+
+    killed, started = first(ordered(do.KillRanks)), first(ordered(do.StartLaunch))
+    looked = max(r.event.at for r in records if ordered(do.CollectStacks)(r) and r.event.at < killed)
+    told = list(told)
+    last = max(step.at for step in told if step.at <= looked)
+    again = [step for step in told if step.at > started]
+    furthest = max(step.number for step in told if step.at <= started)
+    new = next(step for step in again if step.number > furthest)
+    marks = (
+        ("", struck_at),
+        (HUNG_LAST, last),
+        (HUNG_LOOK, looked),
+        (HUNG_SEEN, killed),
+        (HUNG_ENDED, first(came(on.LaunchEnded))),
+        (HUNG_STARTED, started),
+        (TASKS, first(came(on.LaunchBegan))),
+        (HELLO, first(came(on.RankHello))),
+        (LOADED, again[0].at),
+        (REDONE, new.at),
+    )
+    found = {name: at - before for (_, before), (name, at) in itertools.pairwise(marks)}
+    return {**found, HUNG_SUM: killed - struck_at, HUNG_WHOLE: new.at - struck_at}

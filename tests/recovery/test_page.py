@@ -27,7 +27,7 @@ def test_the_page_says_medians_ratios_and_who_does_not_recover() -> None:
     lost = [Outcome(way="torchrun", fault="hang", why_not="no new step within 240 s")]
     text = page(
         [*ours, *theirs, *lost],
-        {"stepkeeper": {"kill to seen, s": [0.25]}},
+        {"A killed rank": {"stepkeeper": {"kill to seen, s": [0.25]}}},
         ways=[WAYS["stepkeeper"], WAYS["torchrun"]],
         faults=[FAULTS["rank"], FAULTS["hang"]],
         head="Here.",
@@ -39,4 +39,5 @@ def test_the_page_says_medians_ratios_and_who_does_not_recover() -> None:
     assert "| torchrun | **7.5**, 1.50x ours | does not recover |" in lines
     assert "- torchrun, hang: no new step within 240 s" in lines
     assert "- submitit: no wheel" in lines
+    assert "## A killed rank under Stepkeeper, piece by piece" in lines
     assert "| kill to seen, s | 0.250 (0.250) |" in lines

@@ -27,6 +27,12 @@ def sleep() -> None:
     time.sleep(20)
 
 
+def nap() -> None:
+    """A back-off in small sleeps: the first look meets it, and it is over before the second."""
+    for _ in range(7):
+        time.sleep(1)
+
+
 def stop() -> None:
     """Another process stops this one, and lets it go on."""
     pid = os.getpid()
@@ -53,6 +59,17 @@ def poll() -> None:
     os.unlink(file)
 
 
+def seldom() -> None:
+    """A file is waited for, and looked for at each other sleep only."""
+    file = f"/tmp/{os.getpid()}.ready"
+    program = f"import pathlib, time; time.sleep(18); pathlib.Path({file!r}).touch()"
+    with subprocess.Popen([sys.executable, "-c", program]):
+        while not os.path.exists(file):
+            for _ in range(2):
+                time.sleep(1)
+    os.unlink(file)
+
+
 def fetch() -> None:
     """A service is asked until it answers."""
     until = time.monotonic() + 18
@@ -61,6 +78,17 @@ def fetch() -> None:
             socket.create_connection(("127.0.0.1", 9), timeout=1).close()
         except OSError:
             time.sleep(1)
+
+
+def answer() -> None:
+    """A thread asks a service, which takes its time, and the main thread looks at the thread now and then."""
+    here, there = socket.socketpair()
+    here.settimeout(60)
+    asks = threading.Thread(target=here.recv, args=(1,))
+    asks.start()
+    threading.Timer(18.0, there.send, (b"1",)).start()
+    while asks.is_alive():
+        time.sleep(1)
 
 
 def child() -> None:
@@ -118,7 +146,7 @@ def compile_() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-PAUSING = (sleep, stop, lock, poll, fetch, child, load, evaluate, collect, write, compile_)
+PAUSING = (sleep, nap, stop, lock, poll, seldom, fetch, answer, child, load, evaluate, collect, write, compile_)
 PAUSES = {each.__name__.strip("_"): each for each in PAUSING}
 
 

@@ -20,6 +20,10 @@ PATIENT = ("--hang-least-s=1000",)  # only a first look ends a launch within the
 SCRIPT = Path(__file__).with_name("pausing.py")
 
 
+def looks(training: Training) -> list[do.CollectStacks]:
+    return [each for record in training.records() for each in record.effects if isinstance(each, do.CollectStacks)]
+
+
 @pytest.mark.parametrize(
     ("how", "doing"), [("asleep", "is in sleeping_for_hours (failing.py:"), ("stopped", "was stopped by a signal")]
 )
@@ -27,7 +31,7 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
     training = failing(lab, how, step=STEP, step_seconds=0.5, run_args=PATIENT)
     training.wait_end()
 
-    *_, look = [each for record in training.records() for each in record.effects if isinstance(each, do.CollectStacks)]
+    *_, look = looks(training)
     assert look.brief, training.story()
     *_, seen = [record.event for record in training.events(on.StacksCollected)]  # a busy machine is slow for a moment
     assert f"rank 1 {doing}" in seen.summary, seen.summary
@@ -55,8 +59,11 @@ def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(
 
 @pytest.mark.parametrize(
     "pause",
-    ["sleep", "stop", "lock", "poll", "fetch", "child", "load", "evaluate", "collect", "write", "compile"],
-)
+    [
+        "sleep", "nap", "stop", "lock", "poll", "seldom", "fetch", "answer", "child", "load", "evaluate", "collect",
+        "write", "compile",
+    ],
+)  # fmt: skip
 def test_a_rank_that_pauses_is_never_ended(lab: Lab, pause: str) -> None:
     """The first such pause of an even run, which is looked at."""
     training = Training(lab, name=f"pause-{pause}", steps=95)  # long enough to know what is usual
@@ -70,7 +77,7 @@ def test_a_rank_that_pauses_is_never_ended(lab: Lab, pause: str) -> None:
     training.submit()
     training.wait_end()
 
-    assert pause == "stop" or training.events(on.StacksCollected), "nobody has looked at it, so it tells nothing"
+    assert pause == "stop" or looks(training), "nobody has looked at it, so it tells nothing"
     assert len(training.launches()) == 1, training.story()
     assert not training.events(on.Judged)
     assert lab.job(training.job_id).state == "COMPLETED"

@@ -9,6 +9,7 @@ from stepkeeper.loop_tools import Clock
 from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
+from stepkeeper_trainer.formats import messages as words
 from stepkeeper_trainer.formats.messages import shorten
 
 ANSWER_S = 90.0
@@ -62,6 +63,17 @@ def test_a_node_that_takes_no_part_is_looked_at_and_only_the_newest_answer_count
     assert isinstance(ended, on.BusEnded)
     assert '"node":"b","number":2' in ended.error
     assert '"gpus":8,"free_bytes":1' in ended.error
+
+
+def test_a_report_of_a_step_tells_how_long_it_was_held_back():
+    step = words.Progress(launch="0.0", rank=0, step=7, tokens=7, step_seconds=0.2)
+    bus, inbox = started(lines.encode(lines.Rank(node="a", message=step, late_s=0.4)))
+
+    heard = inbox.get(ANSWER_S)
+    bus.close()
+
+    assert isinstance(heard, on.Progressed)
+    assert (heard.step, heard.late_s) == (7, 0.4)
 
 
 def test_an_older_watcher_skips_what_it_does_not_know():

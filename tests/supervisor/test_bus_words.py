@@ -13,7 +13,7 @@ NOT_FOR_THE_RULES = {  # gathered by the watchers, or for the log
     words.Hello: {"world_size", "pid", "version", "memory"},
     words.Progress: {"rank", "own_seconds", "loading_seconds"},
 }
-NOT_OF_A_RANK = {words.Progress: {"printed"}}  # what an event of this kind says where it comes from elsewhere
+NOT_OF_A_RANK = {words.Progress: {"printed", "late_s"}}  # what an event of this kind says where it comes from elsewhere
 
 
 def fields(kind: type[msgspec.Struct]) -> dict[str, tuple[object, object]]:

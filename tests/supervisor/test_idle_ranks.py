@@ -349,17 +349,29 @@ def rests_for(pid: int, seconds: float) -> bool:
         FAMILY.format(CHILD.format(ORPHAN.format("pass"))),
         FAMILY.format("import socket\npair = socket.socketpair()\n"
                       "threading.Thread(target=pair[0].recv, args=(1,), daemon=True).start()"),
+        FAMILY.format("import socket\npair = socket.socketpair()\npair[0].settimeout(600)\n"
+                      "threading.Thread(target=pair[0].recv, args=(1,), daemon=True).start()"),
     ],
     indirect=True,
-    ids=["a child computes", "a thread reads from a socket"],
+    ids=["a child computes", "a thread reads from a socket", "a thread waits for an answer for some time"],
 )  # fmt: skip
 def test_a_process_whose_children_or_threads_are_at_work_does_not_rest(process):
     for _ in range(3):
         assert not rests_for(process, 1.0)
 
 
-@pytest.mark.parametrize("process", [FAMILY.format(CHILD.format(ORPHAN.format("time.sleep(1)")))], indirect=True)
-def test_a_process_whose_children_sleep_too_rests(process):
+@pytest.mark.parametrize(
+    "process",
+    [
+        FAMILY.format(CHILD.format(ORPHAN.format("time.sleep(1)"))),
+        FAMILY.format("import select, socket\npair = socket.socketpair()\npoll = select.poll()\n"
+                      "poll.register(pair[0], select.POLLIN | select.POLLHUP)\n"
+                      "threading.Thread(target=poll.poll, daemon=True).start()"),
+    ],
+    indirect=True,
+    ids=["a child sleeps", "a thread of NCCL"],
+)  # fmt: skip
+def test_a_process_whose_children_and_threads_only_wait_rests(process):
     limit = time.monotonic() + WITHIN_S
     while not rests_for(process, 1.0):  # at first it may still start
         assert time.monotonic() < limit

@@ -50,6 +50,11 @@ def waits_for_a_file():
     print("ready", flush=True)
     while not os.path.exists("/nowhere"): time.sleep(0.2)
 
+def looks_for_a_file_at_times():
+    print("ready", flush=True)
+    while not os.path.exists("/nowhere"):
+        for _ in range(6): time.sleep(0.2)
+
 def waits_for_a_service():
     print("ready", flush=True)
     while True:
@@ -68,6 +73,13 @@ def waits_for_a_download():
     print("ready", flush=True)
     while True: time.sleep(0.2)
 
+def waits_for_an_answer():
+    here, there = socket.socketpair()
+    here.settimeout(600)
+    threading.Thread(target=here.recv, args=(1,), daemon=True).start()
+    print("ready", flush=True)
+    while True: time.sleep(0.2)
+
 def waits_for_a_thread():
     print("ready", flush=True)
     threading.Event().wait()
@@ -80,9 +92,11 @@ globals()[sys.argv[2]]()
 """
 PAUSES = (
     "waits_for_a_file",
+    "looks_for_a_file_at_times",
     "waits_for_a_service",
     "waits_for_a_process",
     "waits_for_a_download",
+    "waits_for_an_answer",
     "waits_for_a_thread",
     "computes",
     "stuck",
@@ -171,6 +185,7 @@ def test_a_brief_look_tells_who_only_sleeps(rank, tmp_path: Path) -> None:
     limit = time.monotonic() + WITHIN_S
     while not taken(tmp_path, {1: pid}, apart_s=1.5, brief=True)[1].sleeps:
         assert time.monotonic() < limit, "a busy machine may be seen at a waking moment, but not each time"
+    assert "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text(), "it is held still"
     assert not taken(tmp_path, {1: pid}, apart_s=0.5)[1].sleeps, "only where seconds count"
 
 

@@ -415,6 +415,7 @@ class Progressed(OfRanks, frozen=True, kw_only=True, tag="progressed"):
     step_seconds: float | None = None
     not_finite: bool = False  # true: the loss is NaN or infinite, which JSON cannot express
     printed: bool = False  # true: read from the ranks' output
+    late_s: float = 0.0  # so long before `at` the rank said it: watchers pass on one step a second
     held_step: int | None = None  # step of the newest snapshot that all nodes hold in memory
 
 

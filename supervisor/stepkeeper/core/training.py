@@ -101,7 +101,8 @@ def on_progressed(state: State, event: on.Progressed, policy: Policy) -> Decisio
     state, seconds = step_seconds(state, event.step_seconds)
     pace = step_taken(state.pace, seconds) if seconds is not None else state.pace
     state = _library_answers(state)
-    state = alive(replace(state, launch=replace(state.launch, step=event.step), pace=pace), event.at, policy)
+    said_at = event.at - event.late_s
+    state = alive(replace(state, launch=replace(state.launch, step=event.step), pace=pace), said_at, policy)
     paced = watch_pace(state, policy)
     watched = watch_loss(paced.state, event, policy)
     return Decision(watched.state, (*paced.effects, *watched.effects), paced.why + watched.why)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import struct
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ FAMILY_MAX = 256  # processes below a rank; of more nothing is concluded
 FOREVER_S = 1e9  # what only another process ends
 _TIMER_ABSTIME = 1
 _TIMESPEC = struct.Struct("qq")
+_POLLED = struct.Struct("ihh")  # descriptor, what is waited for, what has come
 PATH_MAX = 80  # characters of a path in words
 
 # calls in which a process may stand: (x86_64, aarch64)
@@ -148,14 +150,13 @@ def sure_s(before: Wait | None, after: Wait | None) -> float:
     return after.left_s if after is not None and before == after else 0.0
 
 
-def sleeps_again(before: Wait | None, after: Wait | None) -> bool:
-    """Tell whether a process slept in two looks, and began anew in between: nobody knows when it goes on.
+def sleeps_less(wait: Wait | None, seconds: float) -> bool:
+    """Tell whether a process sleeps, and wakes within a time: from then on nobody knows what it does.
 
-    >>> first, second = Wait("asleep", 7.0), Wait("asleep", 9.0)
-    >>> sleeps_again(first, second), sleeps_again(first, first), sleeps_again(first, None)
+    >>> sleeps_less(Wait("asleep", 0.0), 3.0), sleeps_less(Wait("asleep", 1e12), 3.0), sleeps_less(Wait("stopped"), 3.0)
     (True, False, False)
     """
-    return before is not None and after is not None and before.what == after.what == _ASLEEP and before != after
+    return wait is not None and wait.what == _ASLEEP and wait.left_s < seconds
 
 
 def _target(pid: int, descriptor: int) -> str:
@@ -307,7 +308,7 @@ class Family(NamedTuple):
     """A process, its threads and the processes below it."""
 
     lives: dict[int, Life]  # of it and each process below it
-    waits_for_data: bool  # a thread of theirs is in a device or file system, or reads from a file or socket
+    waits_for_data: bool  # a thread of theirs is in a device or file system, or waits for a file or one socket
 
 
 def of_family(pid: int) -> Family | None:
@@ -326,18 +327,49 @@ def _waits_for_data(pid: int, thread: int) -> bool:
         state = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False  # it has ended
-    return state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+    waits = state == "D" or call_of(pid, thread).target.startswith(("/", "a socket"))
+    return waits or _polls_one_socket(pid, thread)
 
 
-def family_rests(before: Family | None, after: Family | None, apart_s: float) -> bool:
+def _polls_one_socket(pid: int, thread: int) -> bool:
+    """Tell whether a thread waits for one socket until a time, as Python does where the socket has a timeout.
+
+    Threads of torch, gloo and NCCL always wait: for several at once, by an epoll, or (NCCL's `ncclProxyServiceUDS`)
+    for one socket and its end.
+    """
+    try:
+        words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+        number, place, count = int(words[0]), int(words[1], 16), int(words[2], 16)
+        if _NAMES.get(number) not in {"poll", "ppoll"} or count != 1:
+            return False
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            descriptor, wanted, _ = _POLLED.unpack(os.pread(memory.fileno(), _POLLED.size, place))
+    except (OSError, IndexError, ValueError, struct.error, OverflowError):  # it runs, is gone, or is not ours to trace
+        return False
+    return not wanted & select.POLLHUP and _target(pid, descriptor) == _KINDS["socket:"]
+
+
+def family_rests(before: Family | None, after: Family | None, apart_s: float, *, traced: int = 0) -> bool:
     """Tell whether a process and all below it are sure to have done nothing, and wait for no data.
+
+    Args:
+        before: the first look.
+        after: the second one, `apart_s` seconds later.
+        apart_s: the seconds between them.
+        traced: a process whose system calls are known: tracing itself has it sleep and wake.
 
     >>> family = Family({7: Life(1.0, 7, 7, 100)}, False)
     >>> family_rests(family, family, 3.0), family_rests(family, family._replace(waits_for_data=True), 3.0)
     (True, False)
+    >>> woken = Family({7: Life(1.0, 7, 7, 300)}, False)
+    >>> family_rests(family, woken, 3.0), family_rests(family, woken, 3.0, traced=7)
+    (False, True)
     """
     if before is None or after is None or before.waits_for_data or after.waits_for_data:
         return False
     if before.lives.keys() != after.lives.keys():
         return False
+    if traced in before.lives:
+        known = before.lives[traced].switches
+        after = after._replace(lives={**after.lives, traced: after.lives[traced]._replace(switches=known)})
     return all(rests(life, after.lives[member], apart_s) for member, life in before.lives.items())

@@ -69,7 +69,7 @@ class Watcher:
         self.memory: dict[str, int | None] = {}  # where ranks hold snapshots here -> descriptor by which we do so too
         self.pidfds: dict[int, tuple[int, str, int]] = {}  # pid -> (descriptor, launch, rank)
         self.progress_at = 0.0
-        self.progress: Progress | None = None
+        self.progress: tuple[Progress, float] | None = None  # the newest of rank 0, and when it came
         self.pace = NodePace(self.node)
         self.senses = NodeSensors(assignment, self.node, self.steps)
         self.stacks = StackTaker(assignment, self.node)
@@ -274,7 +274,7 @@ class Watcher:
         if isinstance(message, Progress):
             self.pace.take(message)
             if message.rank == 0:
-                self.progress = message
+                self.progress = message, time.monotonic()
             return
         if isinstance(message, TaskStarted | Hello):
             self.steps.learn(pid)
@@ -373,7 +373,10 @@ class Watcher:
 
     def _say_progress(self) -> None:
         if self.progress is not None:
-            self.say(bus.Rank(node=self.node, message=self.progress))
+            message, came_at = self.progress
+            # later only where this process was stopped, as the ranks were
+            late_s = round(min(time.monotonic() - came_at, PROGRESS_EVERY_S), 3)
+            self.say(bus.Rank(node=self.node, message=message, late_s=late_s))
             self.progress = None
             self.progress_at = time.monotonic() + PROGRESS_EVERY_S
 

@@ -212,7 +212,7 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     halted: bool = False  # it can do nothing: stopped by a signal, ended, or stuck in the kernel
     idle: bool = False  # it is sure that it computed, read and wrote nothing in between; false: it may have
     sure_s: float = 0.0  # for so long it is sure to do nothing: it is stopped, or asleep until then
-    sleeps: bool = False  # in three looks it slept at one line of the user's, and no process below it did anything
+    sleeps: bool = False  # between two looks it did nothing but sleep at one line of the user's, as all below it
 
 
 class StoodBelow(_Line, frozen=True, kw_only=True, tag="stood_below"):
@@ -246,6 +246,7 @@ class Rank(_Line, frozen=True, kw_only=True, tag="rank"):
 
     node: str
     message: FromRank
+    late_s: float = 0.0  # so long ago the watcher got it: progress alone is held back
 
 
 class Paced(_Line, frozen=True, kw_only=True, tag="paced"):

@@ -36,12 +36,11 @@ from stepkeeper.watcher.frames import (
 from stepkeeper.watcher.messages import Assignment
 from stepkeeper.watcher.nccl_ras import WITHIN_S as RAS_WITHIN_S
 from stepkeeper.watcher.nccl_ras import RasWitness
-from stepkeeper.watcher.tracing import calls_made
+from stepkeeper.watcher.tracing import CALLS_MAX, calls_made
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.messages import shorten
 
 APART_S = 3.0  # between the two
-TRACED_SHARE = 0.7  # of that: how long a rank is traced that was asleep in both
 SLEEPS_LEAST = 3  # in that time: the first is the one that it was in, so two whole rounds of a loop are seen
 DUMP_WITHIN_S = 5.0
 NATIVE_WITHIN_S = 6.0  # for all ranks of the node
@@ -133,25 +132,25 @@ class StackTaker:
             lived = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
             waited = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             families = {rank: kernel.of_family(pid) for rank, pid in pids.items()} if wanted.brief else {}
-            time.sleep(self._apart_s)
+            families_at = time.monotonic()
+            dozing = {
+                rank: pids[rank]
+                for rank in families
+                if in_own_code(first[rank]) and kernel.sleeps_less(waited[rank], self._apart_s)
+            }
+            calls = self._pause(dozing)
             ras.look_again()
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}
             lives_on = {rank: kernel.of_life(pid) for rank, pid in pids.items()}
-            families_on = {rank: kernel.of_family(pids[rank]) for rank in families}
-            families_at = time.monotonic()
+            took_s = time.monotonic() - families_at
             slept = {
-                rank: pids[rank]
-                for rank, family in families.items()
-                if kernel.sleeps_again(waited[rank], waits_on[rank])
-                and kernel.family_rests(family, families_on[rank], self._apart_s)
+                rank
+                for rank, pid in dozing.items()
+                if only_sleeps(calls[rank])
+                and kernel.family_rests(families[rank], kernel.of_family(pid), took_s, traced=pid)
             }
             second = self._sample(spy, wanted.launch, pids)
-            same = {
-                rank: pid for rank, pid in slept.items() if in_own_code(first[rank]) and first[rank] == second[rank]
-            }
-            asleep = frozenset[int]()
-            if same:
-                asleep = self._sleep_on(spy, wanted.launch, same, second, (families_on, families_at))
+            asleep = {rank for rank in slept if first[rank] == second[rank]}
             stands: dict[int, int] = {}  # pids of ranks that do
             plain: dict[int, tuple[Frame, ...]] = {}  # of them, those of which native frames may say more
             for rank, pid in sorted(pids.items()):
@@ -204,27 +203,16 @@ class StackTaker:
             self._files.close(0.0)
             self._busy.release()
 
-    def _sleep_on(
-        self,
-        spy: str | None,
-        launch: int,
-        pids: dict[int, int],
-        before: dict[int, tuple[Frame, ...]],
-        families: tuple[Mapping[int, kernel.Family | None], float],
-    ) -> frozenset[int]:
-        """Return the ranks that do nothing but sleep, at the same line: who asks for something in between may go on."""
-        used, used_at = families
-        seconds = TRACED_SHARE * self._apart_s
-        with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
-            traced = dict(zip(pids, threads.map(calls_made, pids.values(), repeat(seconds)), strict=True))
-        took_s = time.monotonic() - used_at
-        slept = {
-            rank: pid
-            for rank, pid in pids.items()
-            if only_sleeps(traced[rank]) and kernel.family_rests(used[rank], kernel.of_family(pid), took_s)
-        }
-        third = self._sample(spy, launch, slept)
-        return frozenset(rank for rank in slept if third[rank] == before[rank])
+    def _pause(self, pids: Mapping[int, int]) -> dict[int, tuple[str, ...] | None]:
+        """Let the time between two looks pass; return which system calls these ranks make in it, None: not known."""
+        until = time.monotonic() + self._apart_s
+        calls: dict[int, tuple[str, ...] | None] = {}
+        if pids:
+            with ThreadPoolExecutor(max_workers=len(pids)) as threads:  # who traces a process has to be one thread
+                seen = threads.map(calls_made, pids.values(), repeat(self._apart_s))
+                calls = dict(zip(pids, seen, strict=True))
+        time.sleep(max(0.0, until - time.monotonic()))
+        return calls
 
     # --- Python -----------------------------------------------------------------------------------
 
@@ -319,14 +307,16 @@ class StackTaker:
 
 
 def only_sleeps(calls: tuple[str, ...] | None) -> bool:
-    """Tell whether a rank slept again and again, and asked the kernel for nothing else.
+    """Tell whether a rank slept again and again, and asked the kernel for nothing else, in all of the time.
 
     >>> only_sleeps(("clock_nanosleep",) * 3), only_sleeps(("clock_nanosleep",)), only_sleeps(None)
     (True, False, False)
     >>> only_sleeps(("clock_nanosleep", "newfstatat", "clock_nanosleep", "newfstatat"))
     False
+    >>> only_sleeps(("clock_nanosleep",) * CALLS_MAX)  # it was let go early
+    False
     """
-    return calls is not None and len(calls) >= SLEEPS_LEAST and set(calls) == {"clock_nanosleep"}
+    return calls is not None and SLEEPS_LEAST <= len(calls) < CALLS_MAX and set(calls) == {"clock_nanosleep"}
 
 
 def put_together(frames: tuple[Frame, ...], seen: Doing, *, stuck: bool) -> Doing:

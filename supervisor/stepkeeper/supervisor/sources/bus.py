@@ -297,7 +297,7 @@ class Bus:
                 if message.number == self._check_number:
                     self._on_checked(message)
             case lines.Rank():
-                event = self._rank_event(message.node, message.message, at)
+                event = self._rank_event(message, at)
                 if event is not None:
                     self._inbox.put(event)
             case lines.Paced():
@@ -371,10 +371,11 @@ class Bus:
             return None
         return int(launch)
 
-    def _rank_event(self, node: str, word: words.FromRank, at: float) -> on.Event | None:
+    def _rank_event(self, said: lines.Rank, at: float) -> on.Event | None:
+        word = said.message
         launch = self._launch(word.launch)
         if launch is None:
             return None
         if isinstance(word, words.TaskStarted):
             return self._on_task_started(launch, word, at)
-        return _event(EVENTS[type(word)], word, at=at, launch=launch, node=node)
+        return _event(EVENTS[type(word)], word, at=at, launch=launch, node=said.node, late_s=said.late_s)

@@ -55,6 +55,18 @@ RuntimeError: Numpy is not available
     assert verdict(log).cause is Cause.CONFIGURATION
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "srun: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.",
+        "srun: fatal: cpus-per-task set by two different environment variables SLURM_CPUS_PER_TASK=2 != 3",
+        "srun: fatal: No command given to execute.",
+    ],
+)
+def test_a_launch_line_that_srun_refuses_is_no_failure_to_repeat(refused: str) -> None:
+    assert verdict(f"{refused}\n").cause is Cause.CONFIGURATION
+
+
 @pytest.mark.campaign
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()

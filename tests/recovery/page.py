@@ -20,6 +20,7 @@ def page(
     head: str,
     notes: str,
     absent: Mapping[str, str],
+    title: str = "Recovery, side by side",
 ) -> str:
     """Return the page.
 
@@ -31,8 +32,9 @@ def page(
         head: on what machine, under what conditions.
         notes: what the figures come to, and what they cannot say.
         absent: way to why it was not played.
+        title: of the page.
     """
-    parts = ["# Recovery, side by side", head]
+    parts = [f"# {title}", head]
     parts.append(_table("Seconds to the next new step", outcomes, ways, faults, _seconds))
     parts.append(_table("Steps done twice", outcomes, ways, faults, _redone))
     reasons = sorted({f"- {each.way}, {each.fault}: {each.why_not}" for each in outcomes if each.why_not})
@@ -41,7 +43,8 @@ def page(
     if absent:
         parts.append("**Not played**:\n\n" + "\n".join(f"- {way}: {why}" for way, why in sorted(absent.items())))
     parts.append("## The ways\n\n" + "\n".join(f"- **{way.name}**: {way.what}." for way in ways))
-    parts += [_pieces(what, of_fault) for what, of_fault in pieces.items()]
+    for what, of_fault in pieces.items():
+        parts.append(_pieces(what, {way.name: of_fault[way.name] for way in ways if way.name in of_fault}))
     parts.append(notes)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
@@ -56,7 +59,8 @@ def _pieces(what: str, pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> s
         "| piece | " + " | ".join(pieces) + " |",
         "|---" * (len(pieces) + 1) + "|",
     ]
-    names = dict.fromkeys(name for of_way in pieces.values() for name in of_way)
+    longest_first = sorted(pieces.values(), key=len, reverse=True)
+    names = dict.fromkeys(name for of_way in longest_first for name in of_way)
     for name in names:
         cells = [
             f"{statistics.median(of_way[name]):.3f} ({_all(of_way[name], 3)})" if name in of_way else ""

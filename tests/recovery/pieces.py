@@ -119,3 +119,70 @@ def of_hang(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
     )
     found = {name: at - before for (_, before), (name, at) in itertools.pairwise(marks)}
     return {**found, HUNG_SUM: killed - struck_at, HUNG_WHOLE: new.at - struck_at}
+
+
+# What ends a piece after a lost node: each begins where the one before ended.  Some are not there where the job keeps
+# its allocation, and their order depends on what is known first.
+LOST_SEEN = "until a rank failed, or a watcher fell silent, s"
+LOST_STOPPED = "until the Slurm step ended, s"
+LOST_PREPARED = "until checkpoint and verdict were there, s"
+LOST_KNOWN = "until the node was known as lost, s"
+LOST_LEAVES = "until the requeue was asked for, s"
+LOST_REQUEUED = "until the job was requeued, and its excluded nodes set (Slurm), s"
+LOST_EXIT = "until the supervisor had left, s"
+LOST_AGAIN = "until the next attempt began (Slurm), s"
+LOST_ASKED = "until the nodes were asked to be clear, s"
+LOST_CLEARED = "until the next launch, s"
+LOST_TASKS = "until its tasks ran (Slurm), s"
+LOST_HELLO = "until the trainer library's first word (imports of Python and torch), s"
+LOST_LOADED = "until the first step was done (ranks meet, load, step), s"
+LOST_REDONE = "until the first new step, s"
+LOST_SUM = "**node lost to the next launch, s**"
+LOST_WHOLE = "**node lost to the first new step, s**"
+
+
+def of_node(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
+    """Return the pieces of the first relaunch after a lost node, in this allocation or the next; as `of_rank`."""
+    records = [record for record in journal.read(path) if record.event.at >= struck_at]
+    attempt = records[0].attempt
+
+    def first(holds: Callable[[journal.Record], bool]) -> float | None:
+        return next((record.event.at for record in records if holds(record)), None)
+
+    def ordered(kind: type) -> Callable[[journal.Record], bool]:
+        return lambda record: any(isinstance(effect, kind) for effect in record.effects)
+
+    def came(*kinds: type) -> Callable[[journal.Record], bool]:
+        return lambda record: isinstance(record.event, kinds)
+
+    started = first(ordered(do.StartLaunch))
+    assert started is not None
+    asked = [r.event.at for r in records if ordered(do.ClearNodes)(r) and r.event.at <= started]
+    prepared = [
+        r.event.at
+        for r in records
+        if came(on.CheckpointChosen, on.Judged)(r) and r.attempt == attempt and r.event.at <= started
+    ]
+    told = list(told)
+    furthest = max(step.number for step in told if step.at <= struck_at)
+    again = [step for step in told if step.at > started]
+    new = next(step for step in again if step.number > furthest)
+    marks = (
+        (first(came(on.RankExited, on.WatcherLost)), LOST_SEEN),
+        (first(came(on.LaunchEnded)), LOST_STOPPED),
+        (max(prepared, default=None), LOST_PREPARED),
+        (first(lambda record: record.node_losses > 0), LOST_KNOWN),
+        (first(ordered(do.Requeue)), LOST_LEAVES),
+        (first(came(on.RequeueAnswered)), LOST_REQUEUED),
+        (first(ordered(do.Exit)), LOST_EXIT),
+        (first(came(on.AttemptStarted)), LOST_AGAIN),
+        (max(asked), LOST_ASKED),
+        (started, LOST_CLEARED),
+        (first(came(on.LaunchBegan)), LOST_TASKS),
+        (first(came(on.RankHello)), LOST_HELLO),
+        (again[0].at, LOST_LOADED),
+        (new.at, LOST_REDONE),
+    )
+    there = sorted((at, name) for at, name in marks if at is not None and at <= new.at)
+    found = {name: at - before for (before, _), (at, name) in itertools.pairwise([(struck_at, ""), *there])}
+    return {**found, LOST_SUM: started - struck_at, LOST_WHOLE: new.at - struck_at}

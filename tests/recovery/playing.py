@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 from tests.lab import Lab
 from tests.lab.jobs import ENDED
@@ -45,6 +46,7 @@ class Fault:
     """Who has done no new step by then does not recover."""
     strike: Callable[[Spot, int], float]
     """Do it to a job; return when."""
+    loses_node: bool = False
 
     @property
     def step(self) -> int:
@@ -76,11 +78,23 @@ def kill_rank(spot: Spot, _: int) -> float:
 
 def lose_node(spot: Spot, job: int) -> float:
     """The node of the job that is not the batch host loses its power."""
-    found = spot.lab.job(job)
-    node = next(node for node in found.nodes if node != found.batch_host)
+    node = _other_node(spot, job)
     at = time.time()
     spot.lab.kill_node(node)
     return at
+
+
+def silence_node(spot: Spot, job: int) -> float:
+    """The node of the job that is not the batch host falls silent; its connections stay open."""
+    node = _other_node(spot, job)
+    at = time.time()
+    spot.lab.freeze_node(node)
+    return at
+
+
+def _other_node(spot: Spot, job: int) -> str:
+    found = spot.lab.job(job)
+    return next(node for node in found.nodes if node != found.batch_host)
 
 
 def preempt(spot: Spot, job: int) -> float:
@@ -111,36 +125,88 @@ FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(name="rank", what="kill -9 of a rank", saves=1, limit_s=120.0, strike=kill_rank),
-        Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node),
+        Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True),
         Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
         Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
         Fault(name="stopped", what="SIGSTOP to a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=stop),
     )
 }
 
+PRODUCTION_LIMIT_S = 900.0
+IN_PRODUCTION: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        replace(FAULTS["node"], what="a node whose connections close", limit_s=PRODUCTION_LIMIT_S),
+        Fault(
+            name="silent",
+            what="a node that falls silent",
+            saves=1,
+            limit_s=PRODUCTION_LIMIT_S,
+            strike=silence_node,
+            loses_node=True,
+        ),
+    )
+}
+"""Those with production's clocks."""
 
-def play(lab: Lab, peers: Peers, way: Way, fault: Fault, name: str) -> tuple[Outcome, Spot]:
-    """Train, strike, and wait for the next new step; leave the lab as it was."""
-    spot = Spot(lab=lab, name=name, peers=peers)
-    spot.prepare()
-    job = way.submit(spot)
+
+def play(
+    lab: Lab,
+    peers: Peers,
+    way: Way,
+    fault: Fault,
+    name: str,
+    *,
+    constraint: str = "",
+    turn: AbstractContextManager[object] | None = None,
+) -> tuple[Outcome, Spot]:
+    """Train, strike, and wait for the next new step; leave the lab as it was.
+
+    Args:
+        lab: where.
+        peers: the environment of the other ways.
+        way: who recovers.
+        fault: from what.
+        name: of a directory that is not there.
+        constraint: the feature of the nodes that the job may have; empty: all.
+        turn: held from the submission until the fault has come; None: nothing.
+    """
+    spot = Spot(lab=lab, name=name, peers=peers, constraint=constraint)
+    with turn or nullcontext():
+        spot.prepare()
+        job = way.submit(spot)
+        try:
+            _train(spot, job, way, fault)
+            held = lab.job(job).nodes
+            struck_at = fault.strike(spot, job)
+        except BaseException:
+            _leave(lab, job)
+            raise
     try:
-        lab.until(lambda: _begun(spot, job, fault.step), f"step {fault.step} of {name}\n{_tail(spot)}", BEGIN_S)
-        if not way.is_ready(spot):
-            lab.until(lambda: way.is_ready(spot), f"what {name} prepares\n{_tail(spot)}", BEGIN_S)
-            saves = steps(spot)[-1].number // EVERY + 1  # as long after a save as under the others
-            step = saves * EVERY + LOST_AFTER_SAVE
-            lab.until(lambda: _begun(spot, job, step), f"step {step} of {name}\n{_tail(spot)}", BEGIN_S)
-        struck_at = fault.strike(spot, job)
         outcome = _wait(spot, job, way, fault, struck_at)
     finally:
-        lab.cancel(job)
-        lab.wait_ended(job, SETTLE_S)
-        for node, facts in lab.nodes().items():
-            if fault.name == "node" and not facts.is_up:
-                lab.start_node(node, SETTLE_S)
-        lab.until(lambda: _nothing_left(lab, job), f"the end of {name}", SETTLE_S)
+        _leave(lab, job, held if fault.loses_node else ())
     return outcome, spot
+
+
+def _train(spot: Spot, job: int, way: Way, fault: Fault) -> None:
+    lab, name = spot.lab, spot.name
+    lab.until(lambda: _begun(spot, job, fault.step), f"step {fault.step} of {name}\n{_tail(spot)}", BEGIN_S)
+    if not way.is_ready(spot):
+        lab.until(lambda: way.is_ready(spot), f"what {name} prepares\n{_tail(spot)}", BEGIN_S)
+        saves = steps(spot)[-1].number // EVERY + 1  # as long after a save as under the others
+        step = saves * EVERY + LOST_AFTER_SAVE
+        lab.until(lambda: _begun(spot, job, step), f"step {step} of {name}\n{_tail(spot)}", BEGIN_S)
+
+
+def _leave(lab: Lab, job: int, lost: Iterable[str] = ()) -> None:
+    """End a job, and bring back its lost nodes: without them its end waits for SlurmdTimeout."""
+    lab.cancel(job)
+    for node in lost:
+        lab.thaw_node(node)
+        lab.start_node(node, SETTLE_S)
+    lab.wait_ended(job, SETTLE_S)
+    lab.until(lambda: _nothing_left(lab, job), f"the end of job {job}", SETTLE_S)
 
 
 def _begun(spot: Spot, job: int, step: int) -> bool:

@@ -39,6 +39,8 @@ class Spot:
     lab: Lab
     name: str
     peers: Peers
+    constraint: str = ""
+    """The feature of the nodes that its job may have; empty: all."""
 
     @property
     def directory(self) -> Path:
@@ -54,7 +56,12 @@ class Spot:
     def environment(self) -> dict[str, str]:
         """What the scripts go by."""
         path = f"{self.directory}:{self.peers.project}"
-        return {"RECOVERY_DIR": str(self.directory), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        return {"RECOVERY_DIR": str(self.directory), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **self.where}
+
+    @property
+    def where(self) -> dict[str, str]:
+        """What keeps its job to its own nodes."""
+        return {"SBATCH_CONSTRAINT": self.constraint} if self.constraint else {}
 
     def prepare(self) -> None:
         """Make the directory, with the scripts in it, the user's own."""
@@ -109,7 +116,7 @@ def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2) -> int:
         sbatch_args=(f"--output={spot.log}",),
         command=(str(python), str(spot.directory / "ours.py"), *OPTIONS),
         # its own environment has the project already
-        env={"RECOVERY_DIR": str(spot.directory), "STEPKEEPER_RUN_DIR": str(spot.directory / "run")},
+        env={"RECOVERY_DIR": str(spot.directory), "STEPKEEPER_RUN_DIR": str(spot.directory / "run"), **spot.where},
     )
     return training.submit().job_id
 

@@ -83,6 +83,31 @@ def test_a_lost_node_that_slurm_still_believes_in_is_not_waited_for(lab_factory,
     assert [effect.keep for effect in asked] == [(first.batch_node,)]
 
 
+@pytest.mark.campaign
+def test_a_node_that_falls_silent_makes_room_for_a_spare_and_the_other_watchers_hear_again(
+    lab_factory, reference: Training
+) -> None:
+    """The bus that is to bring back its watcher never begins there, and srun passes no word on to the others."""
+    lab = lab_factory(nodes=3, grace_time_s=20, kill_wait_s=10)
+    training = Training(
+        lab, name="silent", nodes=3, steps=STEPS, step_seconds=STEP_SECONDS, run_args=("--spares=1",)
+    ).submit()
+    training.wait_step(13)
+    silent = training.launches()[0][1]
+    lab.freeze_node(silent)
+    try:
+        training.until(lambda: training.exits() == [0], "the end of the training", AGAIN_S)
+    finally:
+        lab.thaw_node(silent)
+        mend(lab, training)
+
+    assert_complete(training, reference)
+    assert silent not in training.launches()[-1], training.story()
+    given_up = next(record for record in training.records() if record.node_losses)
+    (bus,) = [effect for effect in given_up.effects if isinstance(effect, do.StartBus)]
+    assert silent not in bus.nodes
+
+
 def started(lab: Lab, act: str, name: str) -> Training:
     """Submit a training that is not finished before what befalls it has had its effect."""
     step_seconds = LATE_STEP_SECONDS if act in LATE else STEP_SECONDS

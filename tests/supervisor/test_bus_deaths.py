@@ -9,6 +9,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from stepkeeper.loop_tools import Clock
+from stepkeeper.supervisor.sources import bus as sources
 from stepkeeper.supervisor.sources.bus import Bus
 from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
@@ -75,3 +76,37 @@ def test_the_srun_of_a_bus_that_another_one_replaces_is_ended_though_it_does_not
 
     assert isinstance(ended, on.BusEnded)
     assert ended.code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("node_lost", "code"),
+    [
+        pytest.param(False, 0, id="all watchers leave: their step ends by itself"),
+        pytest.param(True, -signal.SIGKILL, id="srun waits for the watcher of a lost node"),
+    ],
+)
+def test_a_bus_with_a_lost_node_is_ended_once_the_others_have_left(
+    *, node_lost: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LEFT", ((0.1, signal.SIGKILL),))
+    inbox = Inbox(Clock())
+    bus = Bus(
+        1,
+        ["sh", "-c", 'printf "%s" "$READY"; while read word; do :; done; exec sleep "$LEAVES_S"'],
+        {
+            "READY": lines.encode(lines.Ready(node="a", pid=1, version="1")).decode(),
+            "LEAVES_S": str(ANSWER_S) if node_lost else "0.5",
+            "PATH": os.environ["PATH"],
+        },
+        inbox=inbox,
+        attempt=0,
+        note=lambda *_: None,
+        on_shard=lambda _shard: None,
+    )
+    assert isinstance(inbox.get(ANSWER_S), on.WatcherReady)
+
+    bus.close(node_lost=node_lost)
+
+    ended = inbox.get(ANSWER_S)
+    assert isinstance(ended, on.BusEnded)
+    assert ended.code == code

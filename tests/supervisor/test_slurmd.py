@@ -145,7 +145,10 @@ def test_a_name_that_is_not_resolved_is_not_told(places: Places) -> None:
     assert followed(places, "b") == []
 
 
-SRUN = 'printf "%s" "$READY"; while printf "%s" "$ALIVE"; do sleep 0.1; done'
+SRUN = """printf "%s" "$READY"
+exec 3<&0
+while read word <&3; do printf "%s" "$SPEAKS"; done &
+while printf "%s" "$ALIVE"; do sleep 0.1; done"""
 SCONTROL = """#!/bin/sh
 case "$*" in
 "show config") echo "SlurmdPort              = 6818" ;;
@@ -160,7 +163,7 @@ esac
 def test_the_bus_looks_at_the_node_of_a_late_watcher(
     places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only b says nothing; where slurmd is, Slurm tells."""
+    """Only b says nothing; where slurmd is, Slurm tells.  Once b has spoken, it is looked at anew."""
     places.end("b")
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL.format(a=places.addresses["a"][1], b=places.addresses["b"][1]))
@@ -174,21 +177,36 @@ def test_the_bus_looks_at_the_node_of_a_late_watcher(
     bus = sources.Bus(
         1,
         ["sh", "-c", SRUN],
-        {"READY": ready, "ALIVE": lines.encode(lines.Alive(node="a")).decode(), "PATH": os.environ["PATH"]},
+        {
+            "READY": ready,
+            "ALIVE": lines.encode(lines.Alive(node="a")).decode(),
+            "SPEAKS": lines.encode(lines.Alive(node="b")).decode(),
+            "PATH": os.environ["PATH"],
+        },
         inbox=inbox,
         attempt=0,
         note=lambda node, text: notes.append((node, text)),
         on_shard=lambda _share: None,
         size=2,
     )
-    try:
-        found: on.Event | None = None
+
+    def told() -> on.SlurmdGone:
         until = time.monotonic() + ANSWER_S
-        while not isinstance(found, on.SlurmdGone) and time.monotonic() < until:
+        while time.monotonic() < until:
             bus.look_at_late()
             found = inbox.get(0.1)
-        assert isinstance(found, on.SlurmdGone), notes
+            if isinstance(found, on.SlurmdGone):
+                return found
+        raise AssertionError(notes)
+
+    try:
+        found = told()
         assert (found.node, found.bus, notes) == ("b", 1, [])
         assert found.silent_s >= 0.5
+
+        bus.say(lines.ReadNoMore(number=1))
+        while inbox.get(1.0) is not None:  # until b is followed no more, and late again
+            pass
+        assert told().node == "b"
     finally:
         bus.abandon()

@@ -256,7 +256,7 @@ def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: b
         return stop(state, at, _requeue(state, why), policy)
     released = release(state)
     state = released.state
-    if all_ready(state):
+    if all_ready(state) and not (lost and _is_mute(state)):
         decision = go_on_starting(state, at, policy, why)
     elif lost or not state.watchers.open:  # no bus starts while a lost node is among its nodes
         decision = restart_bus(state, at, why, policy)
@@ -267,7 +267,7 @@ def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: b
 
 def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bool, lost: bool) -> Decision:
     if not hit:
-        return _without_a_spare(state, at, (*why, because.Plain(because.Fact.SPARE_ONLY)), policy)
+        return _without_a_spare(state, at, (*why, because.Plain(because.Fact.SPARE_ONLY)), policy, lost=lost)
     enough = bool(places(state))
     plan = Plan(next=Next.RELAUNCH, why=why, blame=Blame.NODE) if enough else _requeue(state, why)
     if state.launch.saving is not None and not lost:  # what the ranks have copied may still be written
@@ -276,18 +276,24 @@ def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bo
         state = state.waiting(Timer.RANKS_LEAVE, at + policy.commit_grace_s)
         return Decision(state, (), (*why, because.Plain(because.Fact.COMMIT_IN_FLIGHT)))
     decision = stop(state, at, plan, policy)
-    if enough and not all_ready(decision.state):
+    if enough and (not all_ready(decision.state) or (lost and _is_mute(state))):
         bus = restart_bus(decision.state, at, why, policy)
         decision = Decision(bus.state, (*decision.effects, *bus.effects), why)
     return decision
 
 
-def _without_a_spare(state: State, at: float, why: Why, policy: Policy) -> Decision:
+def _is_mute(state: State) -> bool:
+    """Tell whether watchers may say something, and hear nothing: srun passes words on once all of them have begun."""
+    return state.watchers.complete_at is None
+
+
+def _without_a_spare(state: State, at: float, why: Why, policy: Policy, *, lost: bool) -> Decision:
     """Training goes on; a watcher that is away keeps its deadline."""
     released = release(state)
     state = released.state
-    if not all_ready(state):
-        if state.watchers.open and not state.watchers.silent:
+    mute = lost and _is_mute(state)
+    if mute or not all_ready(state):
+        if state.watchers.open and not state.watchers.silent and not mute:
             return Decision(state, released.effects, why)
         restarted = restart_bus(state, at, why, policy)
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)

@@ -140,6 +140,7 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
         and set(state.nodes.usable) == state.watchers.ready | state.watchers.silent
     ):
         lost = tuple(node for node in state.nodes.usable if node in state.watchers.silent)
+        state = replace(state, watchers=replace(state.watchers, complete_at=event.at))  # it was started without them
         return lose_nodes(state, event.at, lost, (are_lost(state, lost),), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))

@@ -43,7 +43,8 @@ from stepkeeper_trainer.formats.messages import shorten
 from stepkeeper_trainer.integrations import hook
 
 STORAGE_WITHIN_S = 2.0
-LATE_LOOK_EVERY_S = 2.0
+SILENCE_EVERY_S = 2.0
+LATE_EVERY_S = 0.5
 OPTIONAL: dict[type, Part] = {  # effects that training can do without
     do.Look: Part.DIAGNOSIS,
     do.CollectStacks: Part.STACKS,
@@ -176,7 +177,9 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         # all that is done without an event or a deadline
-        due = min(self.next_at.get("lease", 0.0), self.next_at.get("late", 0.0))
+        due = min(self.next_at.get("lease", 0.0), self.next_at.get("silence", 0.0))
+        if self.state.phase is Phase.STARTING:
+            due = min(due, self.next_at.get("late", 0.0))
         if self.state.wake_at is not None:
             due = min(due, self.state.wake_at)
         return due - self.inbox.clock.now()
@@ -198,11 +201,13 @@ class Supervisor:
             self._feed(on.Tick(at=now))
         if self._is_due("lease", EVERY_S) and self.bus is not None:
             self._renew()
-            self.bus.check_silence()
             if self.standbys is not None:
                 self.inbox.guard(Part.STANDBYS, self.standbys.renew)()
             self.inbox.guard(Part.LOG, self.decision_log.look_at_journal)()
-        if self._is_due("late", LATE_LOOK_EVERY_S) and self.bus is not None:
+        if self._is_due("silence", SILENCE_EVERY_S) and self.bus is not None:
+            self.bus.check_silence()
+        # beside ranks it would decide nothing
+        if self.state.phase is Phase.STARTING and self._is_due("late", LATE_EVERY_S) and self.bus is not None:
             self.inbox.guard(Part.SLURMD, self.bus.look_at_late)()
         if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
             self.time_asked = slurm.ask_time(inbox=self.inbox)
@@ -249,7 +254,7 @@ class Supervisor:
                 self._start_bus(effect)
             case do.StopBus():
                 if self.bus is not None:
-                    self.bus.close()
+                    self.bus.close(node_lost=bool(self.state.nodes.lost))
             case do.ChooseCheckpoint():
                 directory = setting.directory.checkpoints
                 checkpoints.choose(
@@ -439,7 +444,8 @@ class Supervisor:
         if self.bus is not None:
             self.bus.say(lines.Kill(launch=effect.launch))
         if self.launch is not None:
-            self.launch.kill()
+            lost = {node for node, _ in self.state.nodes.lost}
+            self.launch.kill(node_lost=not lost.isdisjoint(self.state.launch.nodes))
 
     def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""

@@ -36,6 +36,7 @@ T = TypeVar("T")
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
 KILLED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
+KILLED_WITHOUT_A_NODE = ((1.0, signal.SIGTERM), (3.0, signal.SIGKILL))  # nobody reports the end of what ran there
 STORAGE_WITHIN_S = 10.0
 HOSTS = "hosts"  # among the logs of a launch: where its ranks are, where that is not Slurm's order
 SRUN_LOG = "srun.log"  # among the logs of a launch: what srun itself says
@@ -280,11 +281,12 @@ class Launch:
         if self._first_death is None and failed:
             self._first_death = (code, number)
 
-    def kill(self) -> None:
-        """See to it that the step ends, also where a watcher that should kill its ranks is gone."""
+    def kill(self, *, node_lost: bool) -> None:
+        """See to it that the step ends, also where a watcher that should kill its ranks is gone, or a whole node."""
         if not self._killed:
             self._killed = True
-            self._inbox.run(Part.KILL, lambda: self._srun.end(KILLED), name=f"kill-{self._meeting.launch}")
+            ladder = KILLED_WITHOUT_A_NODE if node_lost else KILLED
+            self._inbox.run(Part.KILL, lambda: self._srun.end(ladder), name=f"kill-{self._meeting.launch}")
 
     def _run(self, environment: dict[str, str]) -> None:
         launch, meeting = self._meeting.launch, self._meeting

@@ -64,7 +64,8 @@ class Paces:
 
 ERROR_CHARACTERS_MAX = 300
 KILLED = ((1.0, signal.SIGKILL),)
-LATE_AFTER_S = 5.0  # a watcher sends something every 2 s
+LEFT = ((2.0, signal.SIGKILL),)  # the watchers that hear us have left by then
+LATE_AFTER_S = 2.5  # a watcher sends something every 2 s; until its node is told, it is silent for 3 s more (`slurmd`)
 # A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
 EVENTS: dict[type[words.FromRank], Any] = {
     words.TaskExited: on.RankExited,
@@ -135,7 +136,8 @@ class Bus:
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
         self._peers: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
-        self._late: set[str] = set()  # nodes whose watcher was late at the last look
+        # nodes whose watcher was late at the last look, and when it had spoken
+        self._late: dict[str, float] = {}
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shards of step directories
@@ -183,11 +185,11 @@ class Bus:
     def look_at_late(self) -> None:
         """Look at nodes whose watcher is late; `SlurmdGone` comes where nothing of Slurm runs.  Called by the loop."""
         now = time.monotonic()
-        peers = self._peers.copy()
-        late = [node for node, peer in peers.items() if now - peer.last_message_at >= LATE_AFTER_S]
-        new = [node for node in late if node not in self._late]
-        self._late = set(late)
-        other = next((node for node in sorted(peers) if node not in late), None)
+        last = {node: peer.last_message_at for node, peer in self._peers.copy().items()}
+        late = {node: at for node, at in last.items() if now - at >= LATE_AFTER_S}
+        new = [node for node, at in late.items() if self._late.get(node) != at]
+        self._late = late
+        other = next((node for node in sorted(last) if node not in late), None)
         if new and other is not None:
             self._inbox.run(Part.SLURMD, lambda: self._follow(new, other), name=f"bus-{self.number}-slurmd")
 
@@ -225,9 +227,14 @@ class Bus:
         for node, watcher in list(self._peers.items()):
             self._peers[node] = watcher.paused(seconds, now)
 
-    def close(self) -> None:
-        """Ask the watchers to leave, since the run leaves the nodes, and end the input."""
+    def close(self, *, node_lost: bool = False) -> None:
+        """Ask the watchers to leave, since the run leaves the nodes, and end the input.
+
+        With a lost node srun would not end: it waits for the end of that watcher, which nobody reports.
+        """
         self._close(for_good=True)
+        if node_lost:
+            self._inbox.run(Part.KILL, lambda: self._srun.end(LEFT), name=f"bus-{self.number}-kill")
 
     def abandon(self) -> None:
         """End srun of a bus that another one replaces; its watchers are ended by their successors."""

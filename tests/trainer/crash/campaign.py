@@ -157,8 +157,8 @@ class _Campaign:
             if hit is not None:
                 break
         else:
-            if point.call == "mkdir" and point.about in self._met:
-                # whoever is watched is slower, and may come second each time
+            if point.call == "mkdir" and (point.about in self._met or self._scene.world_size > 1):
+                # whoever is watched is slower, and may come second each time: another rank has made it
                 self._report.elsewhere += 1
                 return
             last = [call.about(root) for _, call in played.calls[aimed.rank][-3:]]

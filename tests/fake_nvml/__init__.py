@@ -111,7 +111,7 @@ class FakeNvml:
 
     def calls(self) -> list[tuple[int, str, int]]:
         """Return (pid, function, GPU or -1) of every call so far."""
-        lines = self._calls.read_text().splitlines()
+        lines = self._calls.read_text().rpartition("\n")[0].splitlines()  # the last one may be half there
         return [(int(pid), function, int(gpu)) for pid, function, gpu in (line.split() for line in lines)]
 
     def wait_for_call(self, function: str, *, pid: int | None = None, times: int = 1, within_s: float = 90.0) -> None:

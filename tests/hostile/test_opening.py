@@ -42,7 +42,6 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper/supervisor/actions/standbys.py": "writes",
     "stepkeeper/cli/dev.py": "/dev/kmsg",
     "stepkeeper/cli/arguments.py": "a log that a person names",
-    "stepkeeper/cli/node.py": "our own resources",
     "stepkeeper/cli/submit.py": "the user's own batch script",
     "stepkeeper/run_analytics/report/page.py": "our own resources",
     "stepkeeper/diagnosis/rules.py": "our own resources",

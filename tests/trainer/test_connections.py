@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -76,10 +76,30 @@ def test_there_is_room_for_the_sockets_of_a_group_as_far_as_the_limit_may_be_rai
     if not child:
         code = 1
         try:
+            os.closerange(soft // 2, hard)  # those of the test's own process
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             connections.make_room(ranks)
             found, still = resource.getrlimit(resource.RLIMIT_NOFILE)
             code = 0 if (then <= found <= then + 200 and still == hard) else 2
+        finally:
+            os._exit(code)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_there_is_room_where_no_descriptor_is_free_to_look() -> None:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            soft = 64
+            os.closerange(soft // 2, 4096)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            with suppress(OSError):
+                while True:
+                    os.dup(0)
+            connections.make_room(100)
+            code = 0 if resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft + 100 else 2
         finally:
             os._exit(code)
 

@@ -204,13 +204,17 @@ class Boundary:
     def _report_divided(self, divided: Divided) -> None:
         """Tell on rank 0 which values differ: as a fault of a device where their types say that they are equal.
 
-        A parameter that was equal in an earlier save of this launch counts likewise.
+        A parameter that was equal in an earlier save of this launch counts likewise.  DistributedDataParallel keeps
+        values equal in its group: more ranks than that are on several, such as those of pipeline stages.
         """
         if not divided.every_rank:
             return
         ranks = ",".join(map(str, divided.ranks[:RANKS_REPORTED_MAX]))
         were_equal = self._state.parameter_keys if self._saver.committed else frozenset()
-        typed = sorted(set(divided.names) & (self._state.replicated | set(divided.sharded) | were_equal))
+        sizes = self._state.replicated
+        held = zip(divided.names, divided.holders, strict=True)
+        equal_in_group = {name for name, holders in held if holders <= sizes.get(name, 0)}
+        typed = sorted(set(divided.names) & (equal_in_group | set(divided.sharded) | were_equal))
         others = sorted(set(divided.names) - set(typed))
         if typed:
             self._state.drifted = sorted({*self._state.drifted, *typed})

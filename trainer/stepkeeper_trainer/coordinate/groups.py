@@ -149,7 +149,11 @@ def new_group(within_s: float) -> Any | None:
 def make_room(descriptors: int) -> None:
     """Raise this process's soft limit of open files where fewer than so many more would fit, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + descriptors
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # none is free to look
+        used = max(0, soft)
+    wanted = used + descriptors
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

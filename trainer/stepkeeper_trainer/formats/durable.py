@@ -45,15 +45,25 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Make a file that is not there yet, and its bytes durable; its name is not so by this.  Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+def write_new(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Make a file that is not there yet, and its bytes durable with `sync`; its name is not so by this.
+
+    Raises:
+        OSError: the file is not there, unless another one was before.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with naming(path):
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            try:
+                write_all(descriptor, data)
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)  # NFS tells here that the disk is full
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def write_atomically(

@@ -62,6 +62,7 @@ class Divided:
     names: tuple[str, ...] = ()  # told apart now, and not before
     ranks: tuple[int, ...] = ()  # that hold another value than most; all, where there is no majority
     sharded: tuple[str, ...] = ()  # of the names: those of DTensors whose copies on one mesh differ
+    holders: tuple[int, ...] = ()  # of each name: how many ranks have it
 
 
 class Planner:
@@ -199,7 +200,8 @@ def _find_divided(world: World, private: Sequence[Private]) -> Divided | None:
     changed = sorted({n for now, then in zip(found, private, strict=True) for n in now.keys() - then.keys()})
     ranks = sorted({rank for name in changed for rank in _odd_ones(name, seen, found)})
     sharded = [name for name in changed if _differs_on_one_mesh([own[name] for own in seen if name in own])]
-    return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded))
+    holders = [sum(name in own for own in seen) for name in changed]
+    return Divided(found[0], tuple(found), tuple(changed), tuple(ranks), tuple(sharded), tuple(holders))
 
 
 def _differs_on_one_mesh(looks: Sequence[Look]) -> bool:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepkeeper_trainer.errors import SaveError
-from stepkeeper_trainer.formats.durable import write_all
+from stepkeeper_trainer.formats.durable import write_new
 from stepkeeper_trainer.formats.manifest import FileEntry
-from stepkeeper_trainer.formats.plain import DecodeError, MismatchError, decode, naming, read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, MismatchError, decode, read_plain
 from stepkeeper_trainer.save.replicas import Digest
 
 if TYPE_CHECKING:
@@ -93,15 +93,9 @@ def publish(directory: Path, report: RankReport) -> None:
     syncs the directory once all files are there.
 
     Raises:
-        OSError: the report is not complete, so it does not count.
+        OSError: the report is gone again, and its space is free for `publish_failure`.
     """
-    path = directory / report_name(report.rank)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with naming(path):
-            write_all(descriptor, msgspec.json.encode(report))
-    finally:
-        os.close(descriptor)
+    write_new(directory / report_name(report.rank), msgspec.json.encode(report), mode=0o600, sync=False)
 
 
 def publish_failure(directory: Path, report: RankReport) -> None:

@@ -116,23 +116,15 @@ class ModulePart:
         self._trained: tuple[list[bool | None], str] = ([], "all")  # by value of the state, and how it is written
 
     @property
-    def replicated(self) -> frozenset[str]:
-        """Names whose values DistributedDataParallel keeps equal on the ranks of its group."""
-        return self._replicated(least=1)
-
-    @property
-    def replicated_everywhere(self) -> frozenset[str]:
-        """Names whose values DistributedDataParallel keeps equal on all ranks: its group is no pipeline stage's own."""
-        return self._replicated(least=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
-
-    def _replicated(self, *, least: int) -> frozenset[str]:
-        return frozenset(
-            f"{self._prefix}{plain_name(f'{place}.{name}' if place else name)}"
+    def replicated(self) -> dict[str, int]:
+        """Names whose values DistributedDataParallel keeps equal on the ranks of its group, and how many these are."""
+        return {
+            f"{self._prefix}{plain_name(f'{place}.{name}' if place else name)}": module.process_group.size()
             for place, module in self.module.named_modules()
-            if isinstance(module, DistributedDataParallel) and module.process_group.size() >= least
+            if isinstance(module, DistributedDataParallel)
             for name, _ in module.named_parameters()
             if plain_name(name) not in {plain_name(each) for each in module.parameters_to_ignore}
-        )
+        }
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return its parameters by plain name, as they are now."""

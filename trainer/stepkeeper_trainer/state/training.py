@@ -162,9 +162,9 @@ class TrainingState:
         return frozenset(f"{part.name}.{name}" for part in self.modules.values() for name in part.parameters())
 
     @property
-    def replicated(self) -> frozenset[str]:
-        """Names whose values all ranks hold alike by their type: where they differ, a device computes wrongly."""
-        return frozenset(name for part in self.modules.values() for name in part.replicated_everywhere)
+    def replicated(self) -> dict[str, int]:
+        """Names whose values DistributedDataParallel keeps equal, and on how many ranks."""
+        return {name: size for part in self.modules.values() for name, size in part.replicated.items()}
 
     def collect(self) -> dict[str, torch.Tensor]:
         """Return references to every tensor of the state: copy them before training goes on.

@@ -271,6 +271,7 @@ def choose(told: Tiers, given: Tiers | None) -> Tiers:
     """Weigh what the environment names against the script's argument.  Raises TierError.
 
     Places and snapshots are chosen apart: a run that is told to take snapshots keeps the tiers that its script names.
+    Compression is the script's alone, also for an object store that the environment names.
     """
     if given is None:
         return told
@@ -283,6 +284,7 @@ def choose(told: Tiers, given: Tiers | None) -> Tiers:
         snapshot_directory=held.snapshot_directory,
         peers=tiers.peers or held.peers,
         peer_interface=held.peer_interface or tiers.peer_interface,
+        cold_zstd=given.cold_zstd if tiers.cold is not None and "://" in tiers.cold else tiers.cold_zstd,
     ).check()
 
 

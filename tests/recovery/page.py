@@ -60,7 +60,8 @@ def _pieces(what: str, pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> s
         "|---" * (len(pieces) + 1) + "|",
     ]
     longest_first = sorted(pieces.values(), key=len, reverse=True)
-    names = dict.fromkeys(name for of_way in longest_first for name in of_way)
+    names = list(dict.fromkeys(name for of_way in longest_first for name in of_way))
+    names.sort(key=lambda name: name.startswith("**"))  # sums come last
     for name in names:
         cells = [
             f"{statistics.median(of_way[name]):.3f} ({_all(of_way[name], 3)})" if name in of_way else ""

@@ -930,6 +930,30 @@ def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
 
 
 @scene
+def an_actor_that_drifts(rank: int, world_size: int) -> Scene:
+    """Two models by DistributedDataParallel, each on its half of the ranks; the second rank of one has other bytes."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    half = world_size // 2
+    groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
+    model = DistributedDataParallel(_mlp(rank // half), process_group=groups[rank // half])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    fit = _fit(model, optimizer, all_ranks=False)
+    name = "actor" if rank < half else "critic"
+
+    def step() -> float:
+        loss = fit()
+        if rank == half - 1 and int(optimizer.state[next(model.parameters())]["step"]) == 3:
+            with torch.no_grad():
+                model.module[0].weight[0, 0] += 1
+        return loss
+
+    return Scene(state={name: model, f"{name}_optimizer": optimizer}, step=step)
+
+
+@scene
 def fsdp1(rank: int, world_size: int) -> Scene:  # noqa: ARG001
     import torch  # noqa: PLC0415
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415

@@ -24,6 +24,7 @@ RANKS = {
     "local_experts": 4,
     "hsdp": 4,
     "a_replica_of_shards_that_drifts": 4,
+    "an_actor_that_drifts": 4,
     "tensor_parallel": 4,
     "stages_that_are_sharded": 4,
     "stages_of_data_parallel_ranks": 4,
@@ -138,6 +139,14 @@ def test_a_replica_that_differs_is_told_with_its_rank_and_both_are_kept(tmp_path
     assert "ranks=2 " in told
     assert "model.0.weight" in read_manifest(newest.path).state["drift"]
     assert {"model.0.weight", "ranks.rank_00002.model.0.weight"} <= saved_names(newest.path)
+
+
+def test_a_replica_of_a_group_that_alone_has_its_names_is_told(tmp_path: Path) -> None:
+    play_ = Play(scene="an_actor_that_drifts", run_dir=str(tmp_path / "run"), steps=STOP, world_size=4)
+
+    [ended] = play([play_])
+
+    assert re.search(r"replicas_differ step=3 tensors=\S*actor\.0\.weight", ended.said), ended.said
 
 
 @needs_fsdp

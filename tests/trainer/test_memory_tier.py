@@ -345,6 +345,15 @@ def test_a_run_that_is_told_to_take_snapshots_keeps_the_tiers_that_its_script_na
     assert choose(Tiers(local="/other"), both).local == "/other"
 
 
+def test_the_script_compresses_what_goes_to_the_object_store_that_the_environment_names() -> None:
+    scripts = Tiers(cold="s3://b/r", cold_zstd=3)
+    assert choose(Tiers(cold="s3://other/r", cold_keep=2), scripts) == Tiers(
+        cold="s3://other/r", cold_keep=2, cold_zstd=3
+    )
+    assert choose(Tiers(local="/nvme"), scripts) == Tiers(local="/nvme")
+    assert choose(Tiers(cold="/archive"), scripts) == Tiers(cold="/archive")
+
+
 def test_a_snapshot_that_gives_way_does_not_wait_for_rows_on_shared_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

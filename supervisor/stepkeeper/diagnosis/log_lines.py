@@ -223,8 +223,9 @@ def _lines(data: bytes, first: int) -> Iterator[Line]:
 
 
 _FOLDED = b"Traceback (most recent call last):\\n"
-_IN_JSON = re.compile(rb'(?:[^"\\]|\\.)*')
-_IN_PYTHON = re.compile(rb"(?:[^'\\]|\\.)*")
+_IN_JSON = re.compile(rb'(?:[^"\\]|\\.)*+')  # possessive: it keeps no place for each character
+_IN_PYTHON = re.compile(rb"(?:[^'\\]|\\.)*+")
+UNFOLDED_MAX = 1000  # lines of one traceback; the last ones have the exception
 _ESCAPED = re.compile(rb"\\(.)")
 _MEANT = {b"n": b"\n", b"t": b"\t"}
 
@@ -240,7 +241,7 @@ def _unfold(raw: bytes) -> list[bytes]:
     if string is None:
         return [raw]
     first, *lines = _ESCAPED.sub(lambda escaped: _MEANT.get(escaped[1], escaped[1]), string[0]).split(b"\n")
-    return [raw[:at] + first, *lines, raw[string.end() :]]
+    return [raw[:at] + first, *lines[-UNFOLDED_MAX:], raw[string.end() :]]
 
 
 def parse_lines(raw: bytes) -> Said:

@@ -271,7 +271,8 @@ def _last_behind_which(progress: list[Line], enough: int) -> int:
     steps: dict[int | None, set[object]] = {}
     for line in reversed(progress):
         of_rank = steps.setdefault(line.rank, set())
-        of_rank.add(tuple(_STEP.findall(line.text)) or line.number)
+        step = _STEP.search(line.text)  # the first number: micro-batches may be counted behind it
+        of_rank.add(step[1] if step else line.number)
         if len(of_rank) >= enough:
             return line.number
     return 0

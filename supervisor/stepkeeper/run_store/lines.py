@@ -190,8 +190,9 @@ class NewestWriter:
 
     def close(self, last: msgspec.Struct, within_s: float) -> None:
         """Write the last version, if the storage takes it in time."""
+        self._newest = last  # before the word that it is the last: the thread looks at that first
         self._closing.set()
-        self.show(last)
+        self._changed.set()
         self._thread.join(within_s)
 
     def _write(self) -> None:

@@ -100,6 +100,7 @@ class Supervisor:
         self.log = log
         self.state = State()
         self.bus: Bus | None = None
+        self.bus_nodes: tuple[str, ...] = ()  # on which it was started
         self.launch: launch.Launch | None = None
         self.writers: checkpoints.Writers | None = None  # of what the ranks save
         assignment = setting.assignment
@@ -254,7 +255,7 @@ class Supervisor:
                 self._start_bus(effect)
             case do.StopBus():
                 if self.bus is not None:
-                    self.bus.close(node_lost=bool(self.state.nodes.lost))
+                    self.bus.close(node_lost=any(node in self.bus_nodes for node, _ in self.state.nodes.lost))
             case do.ChooseCheckpoint():
                 directory = setting.directory.checkpoints
                 checkpoints.choose(
@@ -327,6 +328,7 @@ class Supervisor:
     def _start_bus(self, effect: do.StartBus) -> None:
         if self.bus is not None:
             self.bus.abandon()
+        self.bus_nodes = effect.nodes
         argv = watcher_argv(effect.nodes, watcher_program())
         inherited = scrub_geometry(without_python(self.environment))
         assignment = msgspec.structs.replace(self.setting.assignment, bus=effect.bus)

@@ -360,7 +360,7 @@ class ForeignCheckpoints:
         )
 
     def _launched(self) -> tuple[Launched, ...]:
-        worlds = self._read(WORLDS_NAME, World)
+        worlds = self._read(WORLDS_NAME, World) or ()
         return tuple(Launched(at=each.at, ranks=each.ranks) for each in sorted(worlds, key=lambda world: world.at))
 
     def _all_left_out(self) -> tuple[Seen, ...]:
@@ -369,8 +369,8 @@ class ForeignCheckpoints:
         if left_out is None:  # the loop does not wait for the storage
             left_out = self._read(LEFT_OUT_NAME, Seen)
             with self._lock:
-                self._left_out = left_out
-        return left_out
+                self._left_out = left_out  # None: it is read again, when the storage answers
+        return left_out or ()
 
     def _leave_out(self, more: tuple[Seen, ...]) -> None:
         """Leave out further checkpoints, in later attempts too."""
@@ -397,12 +397,12 @@ class ForeignCheckpoints:
         except OSError as error:
             self._log.warning("note_not_written", file=name, error=f"{error.filename}: {error.strerror}")
 
-    def _read(self, name: str, kind: type[Line]) -> tuple[Line, ...]:
+    def _read(self, name: str, kind: type[Line]) -> tuple[Line, ...] | None:
         try:
             return read_lines(self._run_directory, name, kind)
         except OSError as error:
             self._log.warning("notes_not_read", file=name, error=f"{error.filename}: {error.strerror}")
-            return ()
+            return None
 
     def _ask(
         self, question: Question, *, is_old: Callable[[], bool] = lambda: False, within_s: float | None = None

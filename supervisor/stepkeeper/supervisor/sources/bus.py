@@ -138,6 +138,7 @@ class Bus:
         self._peers: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
         # nodes whose watcher was late at the last look, and when it had spoken
         self._late: dict[str, float] = {}
+        self._slurmds: dict[str, tuple[str, int]] = {}  # addresses of those that were asked for
         self._size = size
         self._ready: set[str] = set()  # nodes whose watcher has answered
         self._reads: set[str] = set()  # nodes whose watcher can read shards of step directories
@@ -206,8 +207,9 @@ class Bus:
             self._inbox.put(on.SlurmdGone(at=self._now(), node=node, bus=self.number, silent_s=silent_s))
 
         try:
-            addresses = SlurmCommands().slurmds([*last, other])
-            follow(last, other, addresses, spoke=spoke, wait=self._closed.wait, report=report)
+            if unknown := [node for node in (*last, other) if node not in self._slurmds]:
+                self._slurmds |= SlurmCommands().slurmds(unknown)  # once for each node: they do not move
+            follow(last, other, self._slurmds, spoke=spoke, wait=self._closed.wait, report=report)
         except SlurmError as error:  # nothing is known then, and silence alone counts
             self._note(other, f"slurmd of {', '.join(last)} was not looked at: {error}")
 

@@ -26,6 +26,7 @@ NOTICES = {
 }
 
 LATE: dict[str, str] = {
+    Timer.WATCHERS: "watchers that had answered before get more time: they did not answer again",
     Timer.CHECKPOINT_CHOICE: "the storage did not show the newest step directory",
     Timer.CAUSE: "no cause was found",
     Timer.CLEARING: "some nodes did not get clear",
@@ -94,6 +95,7 @@ FACTS = {
     Fact.NEWEST_IS_BEFORE: "the newest verified step lies before the one that went wrong",
     Fact.TIME_LIMIT_NEAR: "the time limit of the job is near",
     Fact.WAIT_FOR_SLURM: "the launch waits for Slurm",
+    Fact.REQUEUE_FORBIDDEN: "Slurm does not requeue this job (Requeue=0): submit it again with `stepkeeper resume RUN`",
     Fact.NO_BATCH_SCRIPT: "the job has no batch script to requeue: run again with the same --run-dir",
     Fact.SUBMITTED_INSTEAD: "Slurm may not requeue this job, so it is submitted again",
     Fact.NODE_STAYS: "the fault is no reason to leave the node",

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepkeeper import reason_text
 from stepkeeper.config import resolve
 from stepkeeper.core.baseline import Pace
 from stepkeeper.core.effects import Effect
 from stepkeeper.core.events import Event
 from stepkeeper.core.losses import Losses
+from stepkeeper.core.reasons import Fact, Plain
 from stepkeeper.core.stragglers import Suspect
 from stepkeeper.run_store import journal, old_journals
 from stepkeeper.run_store.recorder import HOLDERS
@@ -70,6 +72,23 @@ def test_reasons_that_were_merged_are_read_with_the_fact_that_they_were() -> Non
         (found,) = read.reasons
         facts_now = {"reason": found.__struct_config__.tag, **msgspec.json.decode(msgspec.json.encode(found))}
         assert facts_now | new == facts_now
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        pytest.param({"reason": "requeue_forbidden"}, id="release 0.1"),
+        pytest.param({"reason": "plain", "fact": "requeue_forbidden"}, id="before 0.2"),
+    ],
+)
+def test_the_end_of_a_run_that_was_not_to_be_submitted_again_is_read(reason: dict[str, str]) -> None:
+    """The last record of a run with `resubmit=never`, which is no setting any more."""
+    read = record(reasons=[reason], effects=[{"effect": "exit", "code": 25, "reasons": [reason]}])
+
+    (found,) = read.reasons
+    assert found == Plain(fact=Fact.REQUEUE_FORBIDDEN)
+    assert read.effects[0].reasons == read.reasons
+    assert "submit it again" in reason_text.text(read.reasons)
 
 
 def test_old_fields_keep_their_values() -> None:

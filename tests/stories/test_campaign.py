@@ -84,10 +84,10 @@ def test_a_lost_node_that_slurm_still_believes_in_is_not_waited_for(lab_factory,
 
 
 @pytest.mark.campaign
-def test_a_node_that_falls_silent_makes_room_for_a_spare_and_the_other_watchers_hear_again(
+def test_a_node_that_falls_silent_makes_room_for_a_spare_and_no_watcher_stays_deaf(
     lab_factory, reference: Training
 ) -> None:
-    """The bus that is to bring back its watcher never begins there, and srun passes no word on to the others."""
+    """The bus that is to bring back its watcher never begins there, and so is deaf: its watchers get no orders."""
     lab = lab_factory(nodes=3, grace_time_s=20, kill_wait_s=10)
     training = Training(
         lab, name="silent", nodes=3, steps=STEPS, step_seconds=STEP_SECONDS, run_args=("--spares=1",)

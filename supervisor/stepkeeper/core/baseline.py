@@ -122,6 +122,11 @@ def saved(pace: Pace, seconds: float, *, by_disk: bool) -> Pace:
     return replace(pace, saves=pace.saves + 1, quickest=quickest)
 
 
+def stop_within_s(pace: Pace, policy: Policy) -> float:
+    """Return how long a save that a person or growth asks for may take, until the ranks are killed."""
+    return max(policy.stop_within_s, LONGEST_TIMES * pace.save)
+
+
 def least_save_s(pace: Pace) -> float:
     """Return the time in which no save can become durable, however quick; 0 where too little is known."""
     return QUICKER_TIMES * pace.quickest if pace.saves >= SAVES_ENOUGH else 0.0

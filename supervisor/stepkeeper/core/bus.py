@@ -12,7 +12,7 @@ from stepkeeper.core.phases import Decision, all_ready, closed, query_slurm, que
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import dismiss, give_up
-from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, Query, SlurmReachability, State, Timer
+from stepkeeper.core.state import NO_SIGNAL, BusStatus, Next, Phase, Plan, SlurmReachability, State, Timer
 
 
 def on_watcher_lost(state: State, event: on.WatcherLost, policy: Policy) -> Decision:
@@ -41,14 +41,17 @@ def on_bus_ended(state: State, event: on.BusEnded, policy: Policy) -> Decision:
 
 
 def restart_bus(
-    state: State, at: float, why: Why, policy: Policy, *, without: frozenset[str] = frozenset()
+    state: State, at: float, why: Why, policy: Policy, *, without: frozenset[str] = frozenset(), counts: bool = True
 ) -> Decision:
-    """Start a new bus beside the training; a node that does not come back is lost."""
+    """Start a new bus beside the training; a node that does not come back is lost.
+
+    It does not count where nodes are lost together with others: the number of nodes bounds that.
+    """
     # beside training, a bus on which nobody answered is in no budget: its deadline asks Slurm first
     unanswered = state.phase is Phase.TRAINING and not state.watchers.ready
     complete_at = state.watchers.complete_at
     lasted = complete_at is not None and at - complete_at >= policy.bus_lasts_s
-    restarts = (0 if lasted else state.watchers.restarts) + (not unanswered)
+    restarts = (0 if lasted else state.watchers.restarts) + (counts and not unanswered)
     tries = state.watchers.tries + unanswered
     if restarts > policy.bus_restarts_max:
         why = (*why, because.BusRestarts(restarts=restarts - 1))
@@ -73,6 +76,7 @@ def restart_bus(
             state.watchers,
             bus=state.watchers.bus + 1,
             status=BusStatus.OPEN,
+            without=without,
             complete_at=None,
             restarts=restarts,
             tries=tries,
@@ -87,7 +91,7 @@ def restart_bus(
         released = release(dismiss(state, resting))
         state, given_back = released.state, released.effects
     # a bus that cannot start must not spin; the first restarts are at once
-    number = restarts + tries
+    number = restarts + tries + (not counts)
     after_s = min(policy.bus_retry_max_s, 0.25 * 2.0 ** min(number, 30)) if number > 1 else 0.0
     return Decision(state, (*given_back, do.StartBus(bus=state.watchers.bus, nodes=nodes, after_s=after_s)), why)
 
@@ -102,7 +106,8 @@ def on_no_watcher(state: State, at: float, policy: Policy) -> Decision:
     """Beside training, no watcher at all came back in time: are the nodes lost, or is only Slurm away?"""
     if state.watchers.reachability is SlurmReachability.ASKED and state.query.asking:
         prompted = state.query.signal != NO_SIGNAL
-        state = replace(state, query=Query(signal=state.query.signal if prompted else ""))
+        signal = state.query.signal if prompted else ""
+        state = replace(state, query=replace(state.query, signal=signal, question=None))
         late = f"no answer in {policy.ask_within_s:g} s"
         decision = try_bus_again(state, at, policy, answered=False, error=late)
         if not prompted:

@@ -178,6 +178,11 @@ def _on_watchers_late(state: State, at: float, policy: Policy) -> Decision:
     nobody = state.phase is Phase.TRAINING and not watchers.ready
     if nobody and watchers.reachability is not SlurmReachability.LAST:
         return on_no_watcher(state, at, policy)
+    if state.phase is Phase.TRAINING and watchers.answered.issuperset(missing):
+        # they answered a moment ago, on another bus: it is this one that is slow, and they get its time once more
+        watchers = replace(watchers, answered=watchers.answered.difference(missing))
+        state = replace(state, watchers=watchers).waiting(Timer.WATCHERS, at + policy.watcher_back_within_s)
+        return Decision(state, (), (because.Late(timer=Timer.WATCHERS),))
     # one lost node keeps the whole bus from starting: name that one, whose watcher fell silent, or has never answered
     silent = [node for node in missing if node in watchers.silent]
     lost = tuple(silent or [node for node in missing if node not in watchers.answered] or missing)

@@ -29,7 +29,7 @@ from stepkeeper.core.placement import places, room, without_nodes
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.scale_up import give_up, may_rest, rest
-from stepkeeper.core.state import Blame, BusStatus, Next, Phase, Plan, State, Timer
+from stepkeeper.core.state import Blame, Budgets, BusStatus, Next, Phase, Plan, State, Timer
 
 SLURM_MISSES_A_NODE = (  # srun's last words, where it cannot start a step on every node: it kills what it has started
     "requested node configuration is not available",
@@ -166,6 +166,8 @@ def _leave(
     nodes, watchers = without_nodes(state, left).nodes, state.watchers
     releasing = nodes.releasing or (not (lost or rests) and bool(set(left) - {state.identity.batch_node}))
     gone = tuple((node, at) for node in left) if lost else ()
+    budgets = _counted(state.budgets, at, policy, lost=lost) if needed else state.budgets
+    counts = budgets.node_losses > state.budgets.node_losses
     state = replace(
         state,
         nodes=replace(nodes, lost=(*nodes.lost, *gone), releasing=releasing),
@@ -174,7 +176,7 @@ def _leave(
             ready=watchers.ready if rests else watchers.ready.difference(left),
             silent=watchers.silent.difference(left),
         ),
-        budgets=replace(state.budgets, node_losses=state.budgets.node_losses + needed),
+        budgets=budgets,
     )
     if rests:
         state = rest(state, at, left, policy)
@@ -185,11 +187,22 @@ def _leave(
         return stop(state, at, Plan(next=Next.END, why=why, code=ExitCode.NODES_LOST), policy)
     match state.phase:
         case Phase.STARTING:
-            return _start_without(_uncount_failure_on(state, left), at, why, policy, lost=lost)
+            return _start_without(_uncount_failure_on(state, left), at, why, policy, lost=lost, counts=counts)
         case Phase.TRAINING:
             return _train_without(state, at, why, policy, hit=hit, lost=lost)
         case _:
             return Decision(_blame_node(state, why, hit=hit), (), why)
+
+
+def _counted(budgets: Budgets, at: float, policy: Policy, *, lost: bool) -> Budgets:
+    """Count the loss or fault of nodes; those of a rack may be lost one after the other, and have one cause."""
+    before = budgets.nodes_lost_at
+    together = lost and before is not None and at - before <= policy.losses_together_s
+    return replace(
+        budgets,
+        node_losses=budgets.node_losses + (not together),
+        nodes_lost_at=at if lost else before,
+    )
 
 
 def exclude_nodes(state: State, at: float, left: Mapping[str, Why], policy: Policy) -> State:
@@ -251,15 +264,15 @@ def without_lost(state: State, at: float, policy: Policy) -> tuple[State, tuple[
     return _at_most((*before, *new, *faulty), state, policy), kept(state)
 
 
-def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: bool) -> Decision:
+def _start_without(state: State, at: float, why: Why, policy: Policy, *, lost: bool, counts: bool) -> Decision:
     if not places(state):
         return stop(state, at, _requeue(state, why), policy)
     released = release(state)
     state = released.state
-    if all_ready(state) and not (lost and _is_mute(state)):
+    if all_ready(state) and not (lost and _is_deaf(state)):
         decision = go_on_starting(state, at, policy, why)
     elif lost or not state.watchers.open:  # no bus starts while a lost node is among its nodes
-        decision = restart_bus(state, at, why, policy)
+        decision = restart_bus(state, at, why, policy, counts=counts)
     else:
         decision = Decision(state)  # the others are still starting
     return Decision(decision.state, (*released.effects, *decision.effects), why)
@@ -276,14 +289,14 @@ def _train_without(state: State, at: float, why: Why, policy: Policy, *, hit: bo
         state = state.waiting(Timer.RANKS_LEAVE, at + policy.commit_grace_s)
         return Decision(state, (), (*why, because.Plain(because.Fact.COMMIT_IN_FLIGHT)))
     decision = stop(state, at, plan, policy)
-    if enough and (not all_ready(decision.state) or (lost and _is_mute(state))):
+    if enough and (not all_ready(decision.state) or (lost and _is_deaf(state))):
         bus = restart_bus(decision.state, at, why, policy)
         decision = Decision(bus.state, (*decision.effects, *bus.effects), why)
     return decision
 
 
-def _is_mute(state: State) -> bool:
-    """Tell whether watchers may say something, and hear nothing: srun passes words on once all of them have begun."""
+def _is_deaf(state: State) -> bool:
+    """Tell whether the bus is deaf: its watchers get no orders, for srun passes them on once all have begun."""
     return state.watchers.complete_at is None
 
 
@@ -291,9 +304,9 @@ def _without_a_spare(state: State, at: float, why: Why, policy: Policy, *, lost:
     """Training goes on; a watcher that is away keeps its deadline."""
     released = release(state)
     state = released.state
-    mute = lost and _is_mute(state)
-    if mute or not all_ready(state):
-        if state.watchers.open and not state.watchers.silent and not mute:
+    deaf = lost and _is_deaf(state)
+    if deaf or not all_ready(state):
+        if state.watchers.open and not state.watchers.silent and not deaf:
             return Decision(state, released.effects, why)
         restarted = restart_bus(state, at, why, policy)
         return Decision(restarted.state, (*released.effects, *restarted.effects), why)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
-from stepkeeper.core.baseline import least_save_s
+from stepkeeper.core.baseline import least_save_s, stop_within_s
 from stepkeeper.core.bus import try_bus_again
 from stepkeeper.core.causes import Notice
 from stepkeeper.core.events import JobState
@@ -89,10 +89,10 @@ def _ask_about(state: State, at: float, why: Why, policy: Policy) -> Decision:
 
 def on_slurm_answered(state: State, event: on.SlurmAnswered, policy: Policy) -> Decision:
     """Act on what Slurm says of a signal, or of the requeue that we are about to make."""
-    if not state.query.asking:
-        return Decision(state)  # too late: it was given up
-    if state.query.question is Question.STALE:
-        state = replace(state, query=replace(state.query, question=Question.ASKED))
+    if not state.query.asking:  # too late: it was given up
+        return Decision(replace(state, query=replace(state.query, stale=False)))
+    if state.query.stale:
+        state = replace(state, query=replace(state.query, question=Question.ASKED, stale=False))
         why = (because.AskedAgain(suspended=True),)
         return Decision(state, (do.AskSlurm(reasons=why),), why)
     again = state.query.question is Question.OUTDATED
@@ -162,7 +162,7 @@ def _end_by_hand(state: State, at: float, signal: str, policy: Policy) -> Decisi
     """Nobody but the person at the terminal sends such a signal: save and end; the second time, end."""
     plan = Plan(next=Next.END, why=(because.EndedByHand(signal=signal, saves=True),), code=ExitCode.STOPPED)
     if state.phase is Phase.TRAINING and can_save(state):
-        return save(state, at + policy.stop_within_s, plan)
+        return save(state, at + stop_within_s(state.pace, policy), plan)
     by_hand = state.leaving.plan is not None and state.leaving.plan.code is ExitCode.STOPPED
     if state.phase is Phase.SAVING and not by_hand:
         return Decision(take(state, plan), (), plan.why)
@@ -361,7 +361,7 @@ def _asked_to_stop(state: State, event: on.Requested, policy: Policy) -> Decisio
     plan = Plan(next=Next.END, why=why, code=ExitCode.STOPPED)
     match state.phase:
         case Phase.TRAINING if can_save(state):
-            return save(state, event.at + policy.stop_within_s, plan)
+            return save(state, event.at + stop_within_s(state.pace, policy), plan)
         case Phase.TRAINING:
             return end_unsaved(state, event.at, plan, policy)
         case Phase.SAVING:

@@ -59,8 +59,7 @@ def request_save(state: State) -> do.RequestSave:
 def query_slurm(state: State, why: Why) -> Decision:
     """Ask Slurm; if a question is under way, ask again when it is answered."""
     if state.query.asking:
-        again = Question.STALE if state.query.question is Question.STALE else Question.OUTDATED
-        return Decision(replace(state, query=replace(state.query, question=again)), (), why)
+        return Decision(replace(state, query=replace(state.query, question=Question.OUTDATED)), (), why)
     return Decision(
         replace(state, query=replace(state.query, question=Question.ASKED)), (do.AskSlurm(reasons=why),), why
     )

@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     watcher_back_within_s: float = 30.0
     """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within seconds; the
-    watchers' lease is as long."""
+    watchers' lease is as long.  Beside training, a node that answered on the bus before gets this time twice."""
 
     ask_within_s: float = 15.0
     """Slurm answers, or counts as unreachable: the client gives up a call after 6 s, and the next one after 13."""
@@ -190,11 +190,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     stop_within_s: float = 900.0
     """Of a save that a person or the growth of the job asked for, until the ranks are killed: longer than a save takes
-    that nothing hurries."""
+    that nothing hurries.  A run whose saves take longer gets three times as long as its longest one."""
 
     node_losses_max: int = 10
     """The run stops after more than this many losses and faults of nodes without a newly verified step in between: not
     even a thousand nodes lose as many by chance."""
+
+    losses_together_s: float = 60.0
+    """Nodes that are lost within this time of each other have one cause, such as the power of their rack: they count as
+    one loss."""
 
     on_configuration: str = "stop"
     """Rows of the recovery ladder for which there is one sensible order.  The program was started wrongly: it fails in

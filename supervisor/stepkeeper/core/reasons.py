@@ -58,6 +58,7 @@ class Fact(StrEnum):
     # what Slurm says, and people
     TIME_LIMIT_NEAR = auto()
     WAIT_FOR_SLURM = auto()
+    REQUEUE_FORBIDDEN = auto()  # of releases up to 0.1, with `resubmit=never`
     NO_BATCH_SCRIPT = auto()
     SUBMITTED_INSTEAD = auto()
     # nodes

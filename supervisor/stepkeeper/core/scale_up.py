@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
+from stepkeeper.core.baseline import stop_within_s
 from stepkeeper.core.phases import Decision, release, save
 from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.policy import Policy
@@ -198,13 +199,14 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
         return None
     grown, _ = take_back(state, at)
     more = len(places(grown)) - len(state.launch.nodes)
+    deadline = at + stop_within_s(state.pace, policy)
     if more > 0:
         plan = Plan(next=Next.RELAUNCH, why=(because.GrowInPlace(nodes=more),), blame=Blame.NODE, to_grow=True)
-        return save(state, at + policy.stop_within_s, plan)
+        return save(state, deadline, plan)
     since = state.nodes.growth.idle_since
     if since is None or at - since < policy.grow_idle_s:
         return None
     # Slurm 22.05 asks for the nodes of the submission again at a requeue, whatever was given back before: of `-N 3` it
     # waits for three, of `-N 2-4` it takes up to four, though `scontrol` shows NumNodes as it was reduced
     why = (because.GrowByRequeue(missing=missing(state)),)
-    return save(state, at + policy.stop_within_s, Plan(next=Next.REQUEUE, why=why, to_grow=True))
+    return save(state, deadline, Plan(next=Next.REQUEUE, why=why, to_grow=True))

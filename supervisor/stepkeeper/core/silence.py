@@ -18,7 +18,7 @@ from stepkeeper.core.eviction import expecting
 from stepkeeper.core.phases import Decision, all_ready, kill_for, query_slurm_unprompted
 from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Finding, Why
-from stepkeeper.core.state import Phase, Question, Silence, State, Suspended, Timer
+from stepkeeper.core.state import Phase, Silence, State, Suspended, Timer
 
 RULE = "progress-silence"
 PATIENCE_MAX = 8.0  # times the usual limit, for ranks that move and complete no step
@@ -204,7 +204,6 @@ def on_suspended(state: State, event: on.Suspended) -> Decision:
         step=away if state.phase in (Phase.TRAINING, Phase.SAVING) else 0.0,
         save=seen.save + away if state.launch.saving is not None else 0.0,
     )
-    query = replace(state.query, question=Question.STALE) if state.query.asking else state.query
     state = replace(
         state,
         timers=timers,
@@ -220,7 +219,7 @@ def on_suspended(state: State, event: on.Suspended) -> Decision:
             state.nodes, growth=replace(state.nodes.growth, look_until=_later(state.nodes.growth.look_until, away))
         ),
         failure=failure,
-        query=query,
+        query=replace(state.query, stale=state.query.stale or state.query.asking),
         suspended=suspended,
     )
     return Decision(state, (), why)

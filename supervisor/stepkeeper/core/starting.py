@@ -134,13 +134,9 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
     if state.phase in (Phase.SAVING, Phase.STOPPING):
         first = len(state.watchers.ready) == 1
         return _say_again(state, first=first) if first or everyone else Decision(state)
-    if (
-        state.watchers.reachability is SlurmReachability.LAST
-        and state.watchers.silent
-        and set(state.nodes.usable) == state.watchers.ready | state.watchers.silent
-    ):
-        lost = tuple(node for node in state.nodes.usable if node in state.watchers.silent)
-        state = replace(state, watchers=replace(state.watchers, complete_at=event.at))  # it was started without them
+    if not everyone and _all_but_left_out(state):
+        lost = tuple(node for node in state.nodes.usable if node not in state.watchers.ready)
+        state = replace(state, watchers=replace(state.watchers, complete_at=event.at))
         return lose_nodes(state, event.at, lost, (are_lost(state, lost),), policy)
     if not everyone:
         return Decision(_bus_comes(state, event.at, policy))
@@ -153,6 +149,12 @@ def on_watcher_ready(state: State, event: on.WatcherReady, policy: Policy) -> De
             state = state.waiting(Timer.TASKS_STARTED, event.at + policy.announce_within_s)
         return query_slurm_unprompted(state, (because.Plain(because.Fact.NOTICE_PERHAPS_MISSED),))
     return go_on_starting(state, event.at, policy, (because.Plain(because.Fact.WATCHERS_READY),))
+
+
+def _all_but_left_out(state: State) -> bool:
+    """Tell whether every watcher of a bus answers that was started without nodes."""
+    ready, without = state.watchers.ready, state.watchers.without
+    return len(state.nodes.usable) <= len(ready) + len(without) and (ready | without).issuperset(state.nodes.usable)
 
 
 def _bus_comes(state: State, at: float, policy: Policy) -> State:

@@ -74,7 +74,6 @@ class Question(StrEnum):
 
     ASKED = "asked"
     OUTDATED = "outdated"  # something happened since: it is asked again after the answer
-    STALE = "stale"  # we did not run since: the answer does not count, and it is asked again
 
 
 class Timer(StrEnum):
@@ -256,9 +255,10 @@ class Watchers(msgspec.Struct, frozen=True, kw_only=True):
     status: BusStatus = BusStatus.ENDED
     ready: frozenset[str] = frozenset()  # nodes whose watcher answers
     silent: frozenset[str] = frozenset()  # nodes whose watcher was lost since all answered last, and not heard since
-    answered: frozenset[str] = frozenset()  # nodes whose watcher answered since then, on whichever bus
+    answered: frozenset[str] = frozenset()  # nodes whose watcher answered since then; without those given more time
+    without: frozenset[str] = frozenset()  # nodes that the newest bus was started without, though a launch may use them
     error: str = ""  # why the newest bus ended, until every watcher answers again
-    complete_at: float | None = None  # when all answered on the newest bus
+    complete_at: float | None = None  # when all answered that the newest bus was started with
     restarts: int = 0
     tries: int = 0  # restarts beside training of a bus on which nobody answered: in no budget
     reachability: SlurmReachability = SlurmReachability.NONE
@@ -399,6 +399,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
 
     signal: str = ""  # the newest that we asked about
     question: Question | None = None  # at most one
+    stale: bool = False  # we did not run since one was asked: the next answer does not count, whichever it belongs to
 
     @property
     def asking(self) -> bool:
@@ -419,6 +420,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     failure_counted: bool = False  # the launch before counts as one
     node_losses: int = 0
+    nodes_lost_at: float | None = None  # when nodes were lost last that a launch needed
     tried: tuple[Tried, ...] = ()
     best_step: int | None = None
 

@@ -22,9 +22,10 @@ def _is_unseen(state):
 @promise
 def failures_bound_the_launches_without_progress(turns):
     """A bug must not burn the allocation; what nodes and storage did is bounded on its own."""
-    launches = taken_back = 0
+    launches = taken_back = together = 0
     for turn in turns:
         before, after = turn.before, turn.after
+        together += _are_lost_together(turn)
         unseen = after.budgets.failures < before.budgets.failures and any(
             each.count == 0 for each in after.budgets.tried
         )
@@ -37,7 +38,13 @@ def failures_bound_the_launches_without_progress(turns):
         )
         launches += len(turn.ordered(do.StartLaunch))
         assert launches <= POLICY.failures_max + taken_back
-        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM
+        assert taken_back <= POLICY.node_losses_max + STORAGE_MAX + BY_SLURM + together
+
+
+def _are_lost_together(turn):
+    """Tell whether nodes are lost with others before, and count no more: each node can be lost once only."""
+    before, after = turn.before, turn.after
+    return len(after.nodes.lost) > len(before.nodes.lost) and after.budgets.node_losses == before.budgets.node_losses
 
 
 @promise
@@ -99,7 +106,7 @@ def restarts_of_the_bus_and_lost_nodes_are_bounded(turns):
         restarts = 0 if lasted and turn.ordered(do.StartBus) else restarts
         beside = turn.before.phase is Phase.TRAINING and not turn.before.watchers.ready  # while Slurm is away
         started = len([order for order in turn.ordered(do.StartBus) if order.bus > 1])
-        restarts += started if not beside else 0
+        restarts += started if not beside and not _are_lost_together(turn) else 0
         assert restarts <= POLICY.bus_restarts_max
         assert turn.after.requeue.tries <= POLICY.requeue_tries_max
         if turn.ordered(do.StartLaunch):
@@ -130,7 +137,7 @@ def what_was_tried_is_remembered_until_the_place_is_passed(turns):
             continue
         passed = isinstance(turn.event, on.CheckpointChosen) and after.budgets.best_step != before.budgets.best_step
         unseen = isinstance(turn.event, on.LaunchEnded | on.SlurmAnswered | on.Tick) and _is_unseen(before)
-        assert passed or unseen or after.budgets.node_losses > before.budgets.node_losses
+        assert passed or unseen or _are_lost_together(turn) or after.budgets.node_losses > before.budgets.node_losses
         if passed:
             assert all(each.step is None or each.step < after.budgets.best_step for each in gone)
 

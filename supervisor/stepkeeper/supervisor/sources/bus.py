@@ -64,7 +64,7 @@ class Paces:
 
 ERROR_CHARACTERS_MAX = 300
 KILLED = ((1.0, signal.SIGKILL),)
-LEFT = ((2.0, signal.SIGKILL),)  # the watchers that hear us have left by then
+LEFT = ((2.0, signal.SIGKILL),)  # assumed to be enough for all watchers but those of lost nodes
 LATE_AFTER_S = 2.5  # a watcher sends something every 2 s; until its node is told, it is silent for 3 s more (`slurmd`)
 # A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
 EVENTS: dict[type[words.FromRank], Any] = {

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.run_store import submission
 
 
 @pytest.fixture
@@ -110,6 +111,37 @@ def test_the_command_alone_shows_its_help(inside_a_job):
 
 def test_a_slurm_that_does_not_answer(inside_a_job, tmp_path):
     done = inside_a_job("run", "--run-dir", str(tmp_path / "run"), "--", "true")
+
+    says(done, ExitCode.NO_SLURM, "scontrol")
+
+
+REMOVED = {"STEPKEEPER_POLICY_ON_HANG": "stop"}
+
+
+def test_a_requeued_job_does_not_die_of_a_setting_that_an_upgrade_has_removed(inside_a_job, tmp_path):
+    line = (
+        "run",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--max-nodes",
+        "2",
+        "--set",
+        "policy.resubmit=auto",
+        "--",
+        "true",
+    )
+
+    says(inside_a_job(*line, **REMOVED, SLURM_RESTART_COUNT="1"), ExitCode.NO_SLURM, "scontrol")
+    says(inside_a_job(*line, SLURM_RESTART_COUNT="0"), ExitCode.USAGE, "--max-nodes", "set `spares`")
+    says(inside_a_job("run", "--", "true", **REMOVED), ExitCode.USAGE, "STEPKEEPER_POLICY_ON_HANG")
+
+
+def test_a_job_that_continues_a_run_does_not_die_of_it_either(inside_a_job, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    submission.write(run, submission.Submission(job="6", at=1.0, directory=str(tmp_path)))
+
+    done = inside_a_job("run", "--", "true", **REMOVED, STEPKEEPER_CONTINUES=f"6:{run}")
 
     says(done, ExitCode.NO_SLURM, "scontrol")
 

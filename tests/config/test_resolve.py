@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import stat
 from pathlib import Path
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
-from stepkeeper.config import resolve, shape
+from stepkeeper.cli import attempt
+from stepkeeper.config import files, resolve, shape
 from stepkeeper.config.resolve import MODULES, PASSED_ON, Origin
+from stepkeeper.config.values import REMOVED, Outdated
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.run_store import paths
 from tests.config.conftest import Gather
 
 
@@ -146,6 +152,72 @@ def test_a_removed_setting_is_named_wherever_it_stands(user_file: Path, gather: 
         gather(STEPKEEPER_POLICY_KILL_WITHIN_S="20")
     user_file.write_text("[policy]\nrequeue_retry_s = 60")
     with pytest.raises(StepkeeperError, match=r"line 2: `policy.requeue_retry_s` is no setting any more"):
+        gather()
+
+
+def test_a_run_that_continues_leaves_removed_settings_out_and_says_so(
+    user_file: Path, site_file: Path, run_directory: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    user_file.write_text("spares = 1\nmax_nodes = 4\npolicy.loss_spike = 'tell'")
+    site_file.write_text("[locked]\npolicy.on_hang = 'stop'\npolicy.failures_max = 7")
+    (run_directory / "config.toml").write_text("cold_zstd = 3")
+    command = argparse.ArgumentParser()
+    resolve.declare_flags(command)
+    outdated: list[Outdated] = []
+    words = ["--resubmit", "auto", "--set", "policy.grow_ask_s=9", "--set", "policy.kill_within_s=30"]
+    flags = resolve.read_flags(command.parse_args(words), outdated)
+    environment = {"HOME": str(home), "STEPKEEPER_PYSLURM_PYTHON": "/x/token=abcdef123456"}
+
+    config = resolve.gather(flags, environment, site=site_file, outdated=outdated).resolve(run_directory)
+
+    assert (config.settings.spares, config.settings.policy.failures_max) == (1, 7)
+    assert config.settings.policy.loss_spike == "report"
+    with capture_logs() as said:
+        attempt.note(config, paths.RunDirectory(run_directory), 0, ("true",), structlog.get_logger())
+    assert [(line["key"], line["where"]) for line in said if line["event"] == "setting_removed"] == [
+        ("policy.resubmit", "--resubmit"),
+        ("policy.grow_ask_s", "--set policy.grow_ask_s=9"),
+        ("pyslurm_python", "STEPKEEPER_PYSLURM_PYTHON"),
+        ("max_nodes", f"{user_file}, line 2"),
+        ("policy.loss_spike", f"{user_file}, line 3"),
+        ("policy.on_hang", f"{site_file}, line 2"),
+        ("cold_zstd", f"{run_directory}/config.toml, line 1"),
+    ]
+    assert {line["instead"] for line in said if line.get("key") == "max_nodes"} == {REMOVED["max_nodes"]}
+
+
+def test_a_setting_that_is_not_known_is_an_error_in_a_run_that_continues_too(user_file: Path) -> None:
+    with pytest.raises(StepkeeperError, match="STEPKEEPER_SPARE: no such setting"):
+        resolve.read_environment({"STEPKEEPER_SPARE": "1"}, [])
+    with pytest.raises(StepkeeperError, match="`spare` is not known"):
+        files.parse(b"spare = 1", user_file, files.Role.USER, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"),
+    [
+        ("kill_within_s", "30", "31"),
+        ("kill_within_s", "30.0", "'30 s'"),
+        ("requeue_tries_max", "14", "[14]"),
+        ("on_hang", "'relaunch, leave, requeue, stop'", "'stop'"),
+        ("on_hang", "'relaunch,leave, requeue,stop'", "true"),
+    ],
+)
+def test_a_removed_setting_with_the_value_of_the_constant_is_passed_over(
+    *, key: str, right: str, wrong: str, user_file: Path, site_file: Path, gather: Gather
+) -> None:
+    variable = f"STEPKEEPER_POLICY_{key.upper()}"
+    text = right.strip("'")
+    command = argparse.ArgumentParser()
+    resolve.declare_flags(command)
+    user_file.write_text(f"[policy]\n{key} = {right}")
+    site_file.write_text(f"[locked]\npolicy.{key} = {right}")
+
+    assert gather(**{variable: text}).resolve() == gather().resolve()
+    assert resolve.read_flags(command.parse_args(["--set", f"policy.{key} = {text}"])) == {}
+    user_file.write_text(f"[policy]\n{key} = {wrong}")
+    with pytest.raises(StepkeeperError, match=f"line 2: `policy.{key}` is no setting any more"):
         gather()
 
 

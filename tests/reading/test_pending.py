@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper.core.exits import ExitCode
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store import submission
@@ -242,3 +243,19 @@ def test_a_run_whose_script_held_a_secret_is_not_submitted_without_it(
     assert said.code == 40
     assert "hold what looks like a secret, of which no copy is kept" in said.err
     assert f"STEPKEEPER_RUN_DIR={run.path}" in said.err
+
+
+def test_a_run_is_not_submitted_again_with_a_setting_that_was_removed(
+    command: Command, run: RunDirectory, squeue: Squeue
+) -> None:
+    squeue("echo '28|COMPLETED|N/A|None'")
+    environment = {"STEPKEEPER_POLICY_ON_HANG": "relaunch, leave, requeue, stop", "SBATCH_X": "1"}
+    submitted(run, script="#!/bin/sh\n", environment=environment)
+
+    assert command("resume", run.path, "--dry-run").code == 0
+    submitted(run, script="#!/bin/sh\n", environment={"STEPKEEPER_POLICY_ON_HANG": "stop"})
+    said = command("resume", run.path, "--dry-run")
+
+    assert said.code == ExitCode.USAGE
+    for words in ("STEPKEEPER_POLICY_ON_HANG: ", "no setting any more", "job 28", f"STEPKEEPER_RUN_DIR={run.path}"):
+        assert words in said.err, (words, said.err)

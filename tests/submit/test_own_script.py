@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepkeeper.cli import run
+from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.submit import own_script
@@ -201,8 +203,12 @@ torch.save(model.state_dict(), f'epoch_{epoch}.pt')
         (SAVES_ITSELF + "from stepkeeper_trainer import CheckpointManager\n", "python train.py", False),
         (SAVES_ITSELF + "import transformers\n", "python train.py", False),
         (SAVES_ITSELF.replace("torch.save", "save"), "python train.py", False),
+        (SAVES_ITSELF.replace("torch.load(args", "torch.load('ckpt.pt')\nprint(args"), "python train.py", False),
+        (SAVES_ITSELF.replace("torch.load(args.resume)", "torch.load(CKPT)"), "python train.py", False),
+        (SAVES_ITSELF.replace("if args", "path = args.resume\nif args").replace("load(args.resume", "load(path"),
+         "python train.py", True),
     ],
-)
+)  # fmt: skip
 def test_a_script_whose_own_resume_option_nobody_gives_is_told_so(
     tmp_path: Path,
     text: str,
@@ -216,6 +222,34 @@ def test_a_script_whose_own_resume_option_nobody_gives_is_told_so(
     assert ("what its option --resume names" in own_script.doubts(words, found, append=None).no_way) is told
     assert own_script.doubts(words, found, append=False) == own_script.Doubts()
     assert not own_script.doubts(words, found, append=None, followed=True).no_way
+
+
+@pytest.mark.parametrize("tracker", ["wandb-resume", "resume-mlflow", "comet_resume", "neptune-resume-id"])
+def test_a_trackers_option_resumes_no_training(tmp_path: Path, tracker: str) -> None:
+    text = SAVES_ITSELF.replace("--resume", f"--{tracker}").replace("args.resume", f"args.{tracker.replace('-', '_')}")
+    (tmp_path / "train.py").write_text(text)
+
+    assert not own_script.look(["python", "train.py"], tmp_path).unasked
+
+
+@pytest.mark.parametrize("text", ["x = " + "-" * 20_000 + "1\n", "x = " + "(" * 500 + ")" * 500, "x" + ".a" * 20_000])
+def test_a_script_that_python_itself_cannot_parse_shows_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text + "\ntorch.save(1)\n")
+
+    assert own_script.look(["python", "train.py"], tmp_path) == own_script.Found()
+
+
+def test_a_look_at_the_script_that_fails_ends_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RecursionError
+
+    config = resolve.gather({}, {"HOME": str(tmp_path)}, site=tmp_path / "none").resolve()
+    monkeypatch.setattr(own_script, "look", fails)
+
+    assert run._script(("python", "train.py"), config) == (own_script.Found(), None)
+    assert "RecursionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
+from stepkeeper.cli import run
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.log import is_empty
 from stepkeeper.run_store import lease as run_store_lease
 from stepkeeper.slurm.launch import is_batch_process, read_allocation, require_no_batch_script
+from stepkeeper.submit import own_script
 from stepkeeper.watcher.rescue import rescue
 from stepkeeper_trainer.formats.lease import Lease
 from tests.supervisor.test_rescue import RUNNING, Slurm, assignment
@@ -89,11 +94,11 @@ def test_the_shape_of_a_bare_sruns_own_task_is_not_that_of_the_ranks():
 @pytest.mark.parametrize(
     ("asked", "cpus", "shape"),
     [
-        ({"SLURM_NTASKS": "8"}, "4(x2)", (4, 1)),  # sbatch -N2 -n8
-        ({"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2"}, "8(x2)", (4, 2)),
+        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, "4(x2)", (4, 1)),  # sbatch -N2 -n8
+        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "2"}, "8(x2)", (4, 2)),
+        ({"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}, "16(x2)", (1, 16)),
         ({"SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "4"}, "16(x2)", (4, 4)),
         ({"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2"}, "4(x2)", (2, 2)),
-        ({"SLURM_NTASKS": "9"}, "8,2", (1, 2)),  # no even share: each node has CPUs for its rank
         ({"SLURM_NTASKS_PER_NODE": "2"}, "2,64", (2, 1)),
         ({}, "16(x2)", (1, 16)),
     ],
@@ -103,7 +108,25 @@ def test_ranks_are_as_the_job_asks_for_tasks_and_have_cpus_on_each_node(asked, c
 
     found = read_allocation(told, Names(), None)
 
-    assert (found.tasks_per_node, found.cpus_per_task, found.overcommit) == (*shape, False)
+    assert (found.tasks_per_node, found.cpus_per_task, found.overcommit, found.uneven_tasks) == (*shape, False, "")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "shares", "cpus"),
+    [("8", "7,1", "7,1"), ("9", "7,2", "8,2"), ("5", "3,2", "3,2")],  # 8 tasks of 2 nodes need not be 4 on each
+)
+def test_tasks_that_slurm_does_not_share_evenly_are_no_ranks_and_are_warned_of(tasks, shares, cpus):
+    told = {**JOB, "SLURM_NTASKS": tasks, "SLURM_TASKS_PER_NODE": shares, "SLURM_JOB_CPUS_PER_NODE": cpus}
+
+    found = read_allocation(told, Names(), None)
+
+    assert (found.tasks_per_node, found.overcommit, found.uneven_tasks) == (1, False, shares)
+    assert read_allocation(told, Names(), 2).uneven_tasks == ""
+    job = SimpleNamespace(assignment=SimpleNamespace(batch=True))
+    with capture_logs() as said:
+        run._say_what_surprises(structlog.get_logger(), job, found, own_script.Doubts(), emptied=False, merged=0)
+    assert [(line["event"], line["ask_for"]) for line in said] == [("tasks_not_even", "sbatch --ntasks-per-node")]
+    assert shares in said[0]["why"]
 
 
 def test_a_supervisor_on_a_login_node_counts_the_first_node_as_the_batch_node():

@@ -17,6 +17,7 @@ from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
+from stepkeeper.redaction import redact
 from stepkeeper.run_store import find, journal, paths, submission
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd, requeue, resubmission
@@ -181,6 +182,8 @@ def note(config: Config, directory: RunDirectory, number: int, command: Sequence
     """
     if changed := resolve.changed_settings(config):
         log.info("configured", **{key.replace(".", "_"): value for key, value in changed.items()})
+    for each in config.outdated:
+        log.warning("setting_removed", key=each.key, where=redact(each.where), instead=each.instead)
     try:
         resolve.write_record(directory.path, number, config)
     except OSError as error:

@@ -20,6 +20,7 @@ from stepkeeper.cli import attempt, dry_run, printing
 from stepkeeper.cli.arguments import add_cmd, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin
+from stepkeeper.config.values import Outdated
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -252,14 +253,15 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found, Following | None]:
     """Look at the script in CMD; refuse one that would start ranks twice.  It trains without its framework, too."""
-    script = own_script.look(command, Path.cwd())
-    own_script.require_startable(script, torchrun=config.settings.torchrun)
+    script = own_script.Found()
     try:
+        script = own_script.look(command, Path.cwd())
+        own_script.require_startable(script, torchrun=config.settings.torchrun)
         return script, attempt.following(command, config)
     except StepkeeperError:
         raise
     except Exception as error:  # noqa: BLE001 - a script or a directory that nobody has foreseen
-        _say(f"the script's framework cannot be recognized: {error!r}; please report it")
+        _say(f"the script or its framework cannot be recognized: {error!r}; please report it")
         return script, None
 
 
@@ -286,6 +288,9 @@ def _say_what_surprises(
         log.warning("resume_argument_unknown", why=doubts.unknown)
     if doubts.no_way:
         log.warning("no_way_to_resume", why=doubts.no_way)
+    if allocation.uneven_tasks:
+        why = f"Slurm shares the job's tasks as {allocation.uneven_tasks}: each node gets one rank"
+        log.warning("tasks_not_even", why=why, ask_for="sbatch --ntasks-per-node")
     if allocation.overcommit:
         log.warning("fewer_cpus_than_ranks", ask_for=f"sbatch --cpus-per-task or -c {allocation.tasks_per_node}")
 
@@ -302,8 +307,12 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[Config, paths.RunDirectory]:
     """Return the configuration and the run directory, which holds a part of it."""
-    sources = resolve.gather(resolve.read_flags(arguments), environment)
-    path = attempt.continued(environment) or paths.expand_pattern(sources.resolve().settings.run_dir, environment)
+    path = attempt.continued(environment)
+    continues = path is not None or environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    # whoever submitted the job is not there: what an upgrade has removed since then must not end their run
+    outdated: list[Outdated] | None = [] if continues else None
+    sources = resolve.gather(resolve.read_flags(arguments, outdated), environment, outdated=outdated)
+    path = path or paths.expand_pattern(sources.resolve().settings.run_dir, environment)
     config = sources.resolve(path)
     is_default = config.values["run_dir"].origin is Origin.DEFAULT
     return config, paths.prepare_run_directory(path, group_readable=config.settings.group_readable, default=is_default)

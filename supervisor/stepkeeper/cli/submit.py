@@ -329,6 +329,7 @@ def resume(arguments: argparse.Namespace) -> None:
     newest = _newest_job(run)
     more = [*_after(run, newest), *arguments.sbatch]
     submission = _submission(run, newest)
+    _require_current(run, submission)
     if not arguments.json:
         _show_submission(submission, more)
     document = {"run_directory": str(run.path), "as_job": submission.job, "sbatch": _sbatch_line(submission, more)}
@@ -401,6 +402,23 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
             f"with STEPKEEPER_RUN_DIR={run.typed}",
             ExitCode.NOTHING_FOUND,
         ) from error
+
+
+def _require_current(run: RunDirectory, submission: Submission) -> None:
+    """Refuse settings that this release does not take, before a job waits with them.
+
+    Raises:
+        StepkeeperError: a variable of then, or a variable or a file of now, is wrong.
+    """
+    try:
+        resolve.read_environment(submission.environment)
+    except StepkeeperError as error:
+        raise StepkeeperError(
+            f"{error}; job {submission.job} had this variable: correct your batch script, and submit it again with "
+            f"STEPKEEPER_RUN_DIR={run.typed}",
+            ExitCode.USAGE,
+        ) from error
+    resolve.gather({}, {**os.environ, **submission.environment})
 
 
 def _own(path: Path) -> str:

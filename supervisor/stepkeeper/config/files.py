@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.config.settings import GROUP, Setting, Value
-from stepkeeper.config.values import checked, known
+from stepkeeper.config.settings import GROUP, Value
+from stepkeeper.config.values import Outdated, checked, known, passed_over
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.adapters.generic import Patterns, parse_patterns
@@ -62,8 +62,8 @@ def user_path(environment: Mapping[str, str]) -> Path:
     return Path(home) / "stepkeeper" / NAME
 
 
-def read(path: Path, role: Role) -> ConfigFile:
-    """Read a file; one that is not there sets nothing.
+def read(path: Path, role: Role, outdated: list[Outdated] | None = None) -> ConfigFile:
+    """Read a file; one that is not there sets nothing.  `outdated`: as for `parse`.
 
     Raises:
         StepkeeperError: it cannot be read or trusted, or a key or value in it is wrong.
@@ -76,7 +76,7 @@ def read(path: Path, role: Role) -> ConfigFile:
         raise StepkeeperError(
             f"{path}: cannot be read: {error.strerror}; repair it or remove it", ExitCode.USAGE
         ) from error
-    return parse(data, path, role)
+    return parse(data, path, role, outdated)
 
 
 def _trusted(path: Path, role: Role) -> bytes:
@@ -107,8 +107,14 @@ def _trusted(path: Path, role: Role) -> bytes:
     return data
 
 
-def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
+def parse(data: bytes, path: Path, role: Role, outdated: list[Outdated] | None = None) -> ConfigFile:
     """Return what the text of a file sets.
+
+    Args:
+        data: the text.
+        path: named in errors.
+        role: whose file it is.
+        outdated: where the run continues; takes what an earlier release took.  None: that is refused.
 
     Raises:
         StepkeeperError: it is not TOML, or a key or value in it is wrong.
@@ -125,17 +131,19 @@ def parse(data: bytes, path: Path, role: Role) -> ConfigFile:
     for key, value in _flat(document):
         if key == GROUP:
             raise StepkeeperError(f"{places.of(key)}: {GROUP} is a table: write [{GROUP}]", ExitCode.USAGE)
+        if passed_over(key, value, places.of(key), outdated):
+            continue
         setting = known(key, places.of(key))
         if role is Role.RUN and not setting.about.in_run_directory:
             raise StepkeeperError(
                 f"{places.of(key)}: `{key}` says where this very file is; set it elsewhere", ExitCode.USAGE
             )
-        entries[key] = _entry(setting, value, places.of(key))
+        entries[key] = Entry(checked(setting, value, places.of(key), outdated), places.of(key))
     locked: dict[str, str] = {}
     if lock is not None:
         if role is not Role.SITE:
             raise StepkeeperError(f"{places.of(LOCKED)}: only the administrator's {SITE} may lock keys", ExitCode.USAGE)
-        locked = _locks(lock, places, entries)
+        locked = _locks(lock, places, entries, outdated)
     return ConfigFile(role=role, path=path, entries=entries, locked=locked, generic=generic)
 
 
@@ -156,7 +164,7 @@ def _framework(document: dict[str, Any], places: _Places) -> Patterns | None:
     return parse_patterns(table["generic"], places.of(f"{FRAMEWORK}.generic")) if "generic" in table else None
 
 
-def _locks(lock: Any, places: _Places, entries: dict[str, Entry]) -> dict[str, str]:
+def _locks(lock: Any, places: _Places, entries: dict[str, Entry], outdated: list[Outdated] | None) -> dict[str, str]:
     """Return where each locked key is locked; those with a value in `[locked]` are added to the entries.
 
     `locked = ["spares"]` locks what the file says of the key elsewhere, else its default.
@@ -166,7 +174,7 @@ def _locks(lock: Any, places: _Places, entries: dict[str, Entry]) -> dict[str, s
         for key in lock:
             if not isinstance(key, str):
                 raise StepkeeperError(f"{where}: {LOCKED} is a list of keys", ExitCode.USAGE)
-        return {known(key, where).key: where for key in lock}
+        return {known(key, where).key: where for key in lock if not passed_over(key, None, where, outdated)}
     if not isinstance(lock, dict):
         raise StepkeeperError(
             f"{places.of(LOCKED)}: {LOCKED} is a list of keys, or a table of keys and values", ExitCode.USAGE
@@ -174,16 +182,14 @@ def _locks(lock: Any, places: _Places, entries: dict[str, Entry]) -> dict[str, s
     locked = {}
     for key, value in _flat(lock):
         where = places.of(f"{LOCKED}.{key}")
+        if passed_over(key, value, where, outdated):
+            continue
         setting = known(key, where)
         if key in entries:
             raise StepkeeperError(f"{where}: `{key}` stands twice, in [{LOCKED}] and outside", ExitCode.USAGE)
-        entries[key] = _entry(setting, value, where)
+        entries[key] = Entry(checked(setting, value, where, outdated), where)
         locked[key] = where
     return locked
-
-
-def _entry(setting: Setting, value: Any, where: str) -> Entry:
-    return Entry(checked(setting, value, where), where)
 
 
 def _flat(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:

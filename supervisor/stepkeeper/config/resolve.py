@@ -15,7 +15,7 @@ from stepkeeper import __version__
 from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
-from stepkeeper.config.values import REMOVED, from_text, known, nearest, refuse_removed, shown, value_now
+from stepkeeper.config.values import REMOVED, Outdated, from_text, known, nearest, passed_over, shown, value_now
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
 from stepkeeper.errors import StepkeeperError
@@ -42,8 +42,12 @@ PASSED_ON = frozenset(
 MODULES = frozenset(VARIABLE_PREFIX + name for name in ("BASE", "DIR", "HOME", "PREFIX", "ROOT", "VERSION"))
 
 
-def read_environment(environment: Mapping[str, str]) -> dict[str, Entry]:
+def read_environment(environment: Mapping[str, str], outdated: list[Outdated] | None = None) -> dict[str, Entry]:
     """Return what the environment sets, by key.  An empty variable sets nothing.
+
+    Args:
+        environment: of the process.
+        outdated: where the run continues; takes what an earlier release took.  None: that is refused.
 
     Raises:
         StepkeeperError: a variable is not known, or its value is wrong.
@@ -54,7 +58,8 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Entry]:
     for name, text in sorted(environment.items()):
         if not name.startswith(VARIABLE_PREFIX) or name in PASSED_ON or name in MODULES or name.startswith(KEPT):
             continue
-        refuse_removed(removed.get(name, ""), name)
+        if name in removed and (not text or passed_over(removed[name], text, name, outdated)):
+            continue
         if name not in by_variable:
             raise StepkeeperError(
                 f"{shown(name)}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "
@@ -63,7 +68,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Entry]:
             )
         if text:
             setting = by_variable[name]
-            entries[setting.key] = Entry(from_text(setting, text, name), name)
+            entries[setting.key] = Entry(from_text(setting, text, name, outdated), name)
     return entries
 
 
@@ -94,6 +99,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Resolved]
     files: tuple[ConfigFile, ...]  # that were looked for
     generic: Patterns | None = None  # `[framework.generic]`
+    outdated: tuple[Outdated, ...] = ()  # what a run that continues goes on without
 
     def described(self, key: str) -> str:
         """Return how a value was set, for an error."""
@@ -110,6 +116,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Entry]
     user: ConfigFile
     site: ConfigFile
+    outdated: tuple[Outdated, ...] | None = None  # None: the run does not continue
 
     @property
     def generic(self) -> Patterns | None:
@@ -122,7 +129,8 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             StepkeeperError: a file is wrong, a locked key is set, or values do not fit together.
         """
-        run = [files.read(directory / files.NAME, Role.RUN)] if directory is not None else []
+        outdated = None if self.outdated is None else list(self.outdated)
+        run = [files.read(directory / files.NAME, Role.RUN, outdated)] if directory is not None else []
         layers = [
             (Origin.FLAG, self.flags),
             (Origin.ENVIRONMENT, self.environment),
@@ -133,23 +141,43 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
         values = {key: _first(key, layers, self.site) for key in SETTINGS}
         _refuse_misfits(values)
         settings = build({key: found.value for key, found in values.items()})
-        return Config(settings=settings, values=values, files=(*run, self.user, self.site), generic=self.generic)
+        return Config(
+            settings=settings,
+            values=values,
+            files=(*run, self.user, self.site),
+            generic=self.generic,
+            outdated=tuple(outdated or ()),
+        )
 
 
 def gather(
-    flags: dict[str, Entry], environment: Mapping[str, str], *, site: Path = files.SITE, user: Path | None = None
+    flags: dict[str, Entry],
+    environment: Mapping[str, str],
+    *,
+    site: Path = files.SITE,
+    user: Path | None = None,
+    outdated: list[Outdated] | None = None,
 ) -> Sources:
     """Read everything but the run directory's file.
+
+    Args:
+        flags: of the command line.
+        environment: of the process.
+        site: the administrator's file.
+        user: the user's own file; by default that of the environment.
+        outdated: where the run continues, what the flags held that an earlier release took.  None: that is refused.
 
     Raises:
         StepkeeperError: a variable or a file is wrong.
     """
-    return Sources(
+    found = None if outdated is None else list(outdated)
+    sources = Sources(
         flags=flags,
-        environment=read_environment(environment),
-        user=files.read(user or files.user_path(environment), Role.USER),
-        site=files.read(site, Role.SITE),
+        environment=read_environment(environment, found),
+        user=files.read(user or files.user_path(environment), Role.USER, found),
+        site=files.read(site, Role.SITE, found),
     )
+    return msgspec.structs.replace(sources, outdated=None if found is None else tuple(found))
 
 
 def _first(key: str, layers: list[tuple[Origin, dict[str, Entry]]], site: ConfigFile) -> Resolved:
@@ -228,8 +256,12 @@ def declare_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
-def read_flags(arguments: argparse.Namespace) -> dict[str, Entry]:
+def read_flags(arguments: argparse.Namespace, outdated: list[Outdated] | None = None) -> dict[str, Entry]:
     """Return what the command line sets, by key.
+
+    Args:
+        arguments: as parsed.
+        outdated: where the run continues; takes what an earlier release took.  None: that is refused.
 
     Raises:
         StepkeeperError: a key is not known or set twice, or a value is wrong.
@@ -241,19 +273,21 @@ def read_flags(arguments: argparse.Namespace) -> dict[str, Entry]:
         if isinstance(value, bool):
             entries[setting.key] = Entry(value, setting.flag if value else "--no-" + setting.flag[2:])
         elif value is not None:
-            entries[setting.key] = Entry(from_text(setting, value, setting.flag), setting.flag)
+            entries[setting.key] = Entry(from_text(setting, value, setting.flag, outdated), setting.flag)
     for key, flag in _REMOVED.items():
         if given.get(_DEST + key) is not None:
-            refuse_removed(key, flag)
+            passed_over(key, given[_DEST + key], flag, outdated)
     for assignment in arguments.assignments:
         key, found, text = assignment.partition("=")
         where = f"--set {shown(assignment)}"
         if not found:
             raise StepkeeperError(f"{where}: write --set KEY=VALUE", ExitCode.USAGE)
+        if passed_over(key.strip(), text, where, outdated):
+            continue
         setting = known(key.strip(), where)
         if setting.key in entries:
             raise StepkeeperError(f"{where}: {setting.key} is set twice on the command line", ExitCode.USAGE)
-        entries[setting.key] = Entry(from_text(setting, text.strip(), "--set"), "--set")
+        entries[setting.key] = Entry(from_text(setting, text.strip(), "--set", outdated), "--set")
     return entries
 
 

@@ -68,7 +68,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         About(unit="ranks a node", metavar="N", least=1, most=COUNT_MAX, has_variable=False),
     ] = None
     """Ranks on a node.  If not set: one for each GPU, otherwise the job's `--ntasks-per-node`, otherwise its `--ntasks`
-    if the nodes can share these evenly, otherwise 1."""
+    if Slurm gives each node the same number of these, otherwise 1."""
 
     spares: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Nodes of the allocation that stay unused until another node fails."""

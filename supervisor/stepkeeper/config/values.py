@@ -31,6 +31,7 @@ _READERS = {
     "slurm_client": rank_settings.check_slurm_client,
     "metrics_port": rank_settings.parse_metrics_port,
 }
+_CONSTANTS: dict[str, str | float] = {f"policy.{key}": value for key, value in msgspec.structs.asdict(Limits()).items()}
 # Settings of 0.1 that are none any more, and what to do instead.
 REMOVED = {
     "max_nodes": "set `spares` to the number of nodes that take no part",
@@ -41,12 +42,12 @@ REMOVED = {
     "progress_log_every_s": "leave it out; the log gets a line every 10 s at most",
     "cold_zstd": "give `Tiers` of the script the argument `cold_zstd`",
     "policy.resubmit": "leave it out; a job that Slurm cannot requeue is submitted again",
-    "policy.replay_differs": "leave it out; other losses of repeated steps are reported",
+    "policy.replay_differs": "leave it out; different losses in repeated steps are only reported",
     "policy.grow_ask_s": "set `policy.grow_idle_s`: Slurm is asked every half of it",
     "policy.unfit_again_s": "set `policy.grow_idle_s`: a node that failed its check rests for so long, too",
 } | {
-    f"policy.{name}": f"leave it out; it is a constant since 1.0: {value if isinstance(value, str) else f'{value:g}'}"
-    for name, value in msgspec.structs.asdict(Limits()).items()
+    key: f"leave it out; it is a constant since 1.0: {value if isinstance(value, str) else f'{value:g}'}"
+    for key, value in _CONSTANTS.items()
 }
 
 # Values of 0.1 that have another name, by setting.
@@ -55,13 +56,22 @@ RENAMED_VALUES = {
 }
 
 
-def from_text(setting: Setting, text: str, where: str) -> Value:
+class Outdated(msgspec.Struct, frozen=True, kw_only=True):
+    """What an earlier release took, and a run that continues goes on without."""
+
+    key: str
+    where: str
+    instead: str
+
+
+def from_text(setting: Setting, text: str, where: str, outdated: list[Outdated] | None = None) -> Value:
     """Return the value that a flag or a variable gives.
 
     Args:
         setting: whose value it is.
         text: as it was typed.
         where: named in the error.
+        outdated: as for `checked`.
 
     Raises:
         StepkeeperError: not of the setting's kind, or out of its range.
@@ -77,11 +87,17 @@ def from_text(setting: Setting, text: str, where: str) -> Value:
             value = float(text)
     except ValueError:
         _refuse(setting, text, where)
-    return checked(setting, value, where)
+    return checked(setting, value, where, outdated)
 
 
-def checked(setting: Setting, value: Any, where: str) -> Value:
+def checked(setting: Setting, value: Any, where: str, outdated: list[Outdated] | None = None) -> Value:
     """Return a typed value, a whole number as a float where that is wanted.
+
+    Args:
+        setting: whose value it is.
+        value: of any type.
+        where: named in the error.
+        outdated: where the run continues; takes a value that has another name now.  None: such a value is refused.
 
     Raises:
         StepkeeperError: not of the setting's kind, or out of its range.
@@ -99,9 +115,12 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     if isinstance(value, str) and (not value or not value.isprintable()):
         _refuse(setting, value, where)
     if (now := value_now(setting.key, value)) != value:
-        raise StepkeeperError(
-            f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
-        )
+        if outdated is None:
+            raise StepkeeperError(
+                f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
+            )
+        outdated.append(Outdated(key=setting.key, where=where, instead=f"`{now}` applies; set that"))
+        value = now
     if setting.about.choices and value not in setting.about.choices:
         _refuse(setting, value, where)
     _refuse_no_row(setting, value, where)
@@ -197,6 +216,38 @@ def refuse_removed(key: str, where: str) -> None:
     """
     if key in REMOVED:
         raise StepkeeperError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}", ExitCode.USAGE)
+
+
+def passed_over(key: str, value: object, where: str, outdated: list[Outdated] | None) -> bool:
+    """Tell whether a key is a removed setting that sets nothing: its value is the constant, or the run continues.
+
+    Args:
+        key: of any setting.
+        value: text or typed.
+        where: named in the error.
+        outdated: where the run continues; takes the key.  None: the key is refused.
+
+    Raises:
+        StepkeeperError: it was a setting, its value is not the constant, and the run does not continue.
+    """
+    if key not in REMOVED:
+        return False
+    if not _is_constant(key, value):
+        if outdated is None:
+            refuse_removed(key, where)
+        else:
+            outdated.append(Outdated(key=key, where=where, instead=REMOVED[key]))
+    return True
+
+
+def _is_constant(key: str, value: object) -> bool:
+    constant = _CONSTANTS.get(key)
+    if isinstance(constant, str):
+        return isinstance(value, str) and [row.strip() for row in value.split(",")] == constant.split(", ")
+    try:
+        return constant is not None and isinstance(value, str | int | float) and float(value) == constant
+    except (ValueError, OverflowError):
+        return False
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -295,6 +295,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int | None  # that Slurm gave us on this node; None where it says nothing
     cpus_per_task: int | None
     overcommit: bool
+    uneven_tasks: str = ""  # how Slurm shares tasks that are not ranks: some nodes get more than others
 
 
 def is_batch_process(environment: Mapping[str, str]) -> bool:
@@ -357,16 +358,20 @@ def read_allocation(environment: Mapping[str, str], client: SlurmCommands, tasks
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     asked = environment.get("SLURM_NTASKS_PER_NODE", "")
     in_all = environment.get("SLURM_NTASKS", "")  # of `--ntasks`
+    shares = environment.get("SLURM_TASKS_PER_NODE", "")  # such as 7,1 or 4(x2), as the nodes' CPUs allow
+    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", shares)
+    uneven_tasks = ""
     if tasks_per_node is not None:
         tasks = tasks_per_node
     elif gpus.isdigit() and int(gpus):
         tasks = int(gpus)
     elif asked.isdigit():
         tasks = int(asked)
-    elif in_all.isdigit() and int(in_all) and int(in_all) % len(nodes) == 0:
-        tasks = int(in_all) // len(nodes)
+    elif in_all.isdigit() and int(in_all) > len(nodes) and even:
+        tasks = int(even[1])
     else:
         tasks = 1
+        uneven_tasks = shares if in_all.isdigit() and int(in_all) > len(nodes) else ""
     if tasks < 1:
         raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
     per_task = environment.get("SLURM_CPUS_PER_TASK", "")
@@ -393,6 +398,7 @@ def read_allocation(environment: Mapping[str, str], client: SlurmCommands, tasks
         else None,
         cpus_per_task=cpus or None,
         overcommit=cpus == 0,
+        uneven_tasks=uneven_tasks,
     )
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.frameworks.script import Script
+from stepkeeper.frameworks.script import Script, last_name, parse
 from stepkeeper.slurm import cmd
 from stepkeeper_trainer.formats.plain import open_plain
 
@@ -46,12 +46,14 @@ _RESUME_NAME = cmd.RESUME_OPTION[2:].replace("-", "_")
 _TRAINS = re.compile(r"\.backward\(")
 _GOES_ON = re.compile(r"(?i)resume|restore|checkpoint|ckpt|torch\.load|load_state|stepkeeper_trainer")
 _SAVES_ITSELF = re.compile(r"\btorch\.save\(")
-# it looks for its newest checkpoint, or has a framework or our library do so
+# it looks for its newest checkpoint, loads one by a name of its own, or has a framework or our library do so
 _FINDS = re.compile(
     r"(?i)\b(?:i?glob|listdir|scandir|iterdir)\b|latest|newest|stepkeeper"
+    r"|load\w*\(\s*f?['\"][^'\"]*\.(?:pt|pth|ckpt)\b"
     r"|\b(?:transformers|lightning|pytorch_lightning|accelerate|deepspeed|megatron|torchtitan|nemo|ignite|composer)\b"
 )
-_RESUME_WORD = re.compile(r"--[\w-]*resume[\w-]*")
+_RESUME_WORD = re.compile(r"--(?!.*(?:wandb|mlflow|comet|neptune))[\w-]*resume[\w-]*")  # a tracker resumes no training
+_LOADS = re.compile(r"(?i)load|restore|resume")  # in the name of a function
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,9 +229,34 @@ def _unasked(script: Script) -> str:
         return ""
     words = (node.value for node in script.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     for option in filter(_RESUME_WORD.fullmatch, words):
-        if script.declares(option) is not None and not script.default(option) and not script.has_option((option,)):
+        left_out = script.declares(option) is not None and not script.default(option)
+        if left_out and not script.has_option((option,)) and _is_loaded(script, option):
             return f"{script.name} resumes from what its option {option} names, and the command does not give it"
     return ""
+
+
+def _is_loaded(script: Script, option: str) -> bool:
+    """Tell whether the value of an option goes into a call that loads, directly or by one assignment."""
+    names = {option[2:].replace("-", "_")}
+    for node in script.nodes:
+        if isinstance(node, ast.Assign) and _mentions(node.value, names):
+            names = names | {last_name(target) for target in node.targets} - {""}
+    return any(
+        _mentions(given, names)
+        for node in script.nodes
+        if isinstance(node, ast.Call) and _LOADS.search(last_name(node.func))
+        for given in (*node.args, *(keyword.value for keyword in node.keywords))
+    )
+
+
+def _mentions(node: ast.expr, names: set[str]) -> bool:
+    """Tell whether an expression contains a variable, a field or a key with one of some names."""
+    return any(
+        (isinstance(each, ast.Name) and each.id in names)
+        or (isinstance(each, ast.Attribute) and each.attr in names)
+        or (isinstance(each, ast.Constant) and isinstance(each.value, str) and each.value in names)
+        for each in ast.walk(node)
+    )
 
 
 def _candidates(command: Sequence[str]) -> Iterator[tuple[str, bool]]:
@@ -345,10 +372,7 @@ def of_python(name: str, text: str) -> Found:
 
 def _takes_resume(text: str) -> bool:
     """Tell whether a Python script declares the resume option; what comments and texts say of it does not count."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError):  # of another Python
-        return False
+    nodes = parse(text)
     declared = (word for node in nodes if isinstance(node, ast.Call) for word in node.args)
     if any(isinstance(word, ast.Constant) and word.value == cmd.RESUME_OPTION for word in declared):
         return True

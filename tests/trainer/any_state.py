@@ -915,9 +915,8 @@ def a_replica_of_shards_that_drifts(rank: int, world_size: int) -> Scene:
     return Scene(state=plain.state, step=step)
 
 
-@scene
-def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
-    """Two stages of one name, each by DistributedDataParallel on its half of the ranks."""
+def _in_halves(rank: int, world_size: int) -> tuple[Any, Any]:
+    """Return the model of a rank's half by DistributedDataParallel, with a group of its own, and the optimizer."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
@@ -925,7 +924,13 @@ def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
     half = world_size // 2
     groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
     model = DistributedDataParallel(_mlp(rank // half), process_group=groups[rank // half])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@scene
+def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
+    """Two stages of one name, each by DistributedDataParallel on its half of the ranks."""
+    model, optimizer = _in_halves(rank, world_size)
     return Scene(state={"model": model, "optimizer": optimizer}, step=_fit(model, optimizer, all_ranks=False))
 
 
@@ -933,13 +938,9 @@ def stages_of_data_parallel_ranks(rank: int, world_size: int) -> Scene:
 def an_actor_that_drifts(rank: int, world_size: int) -> Scene:
     """Two models by DistributedDataParallel, each on its half of the ranks; the second rank of one has other bytes."""
     import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
     half = world_size // 2
-    groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
-    model = DistributedDataParallel(_mlp(rank // half), process_group=groups[rank // half])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = _in_halves(rank, world_size)
     fit = _fit(model, optimizer, all_ranks=False)
     name = "actor" if rank < half else "critic"
 

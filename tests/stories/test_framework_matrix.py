@@ -132,7 +132,9 @@ def test_a_zero_job_goes_on_with_fewer_ranks_and_with_more(lab_factory: Callable
     job.wait_end(300.0)
 
     assert lab.job(job.job_id).state == "COMPLETED", job.story()
-    assert [len(nodes) for nodes in job.launches()] == [2, 1, 2], job.story()
+    sizes = [len(nodes) for nodes in job.launches()]
+    # a minute later, Slurm may repeat its order to end the attempt before on the node that was away: one launch more
+    assert sizes in ([2, 1, 2], [2, 1, 2, 2]), job.story()
     made = [line for line in job.output().splitlines() if "checkpoint_converted:" in line]
     assert ["saved_by=2" in line and "ranks=1" in line for line in made] == [True, False], made
     assert "saved_by=1" in made[1] and "ranks=2" in made[1], made  # noqa: PT018

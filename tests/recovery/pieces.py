@@ -25,6 +25,25 @@ REDONE = "first step done to the first new one, s"
 SHARE = "tasks run to the first word, of the time from the kill to the first new step, %"
 
 
+Holds = Callable[[journal.Record], bool]
+
+
+def _ordered(kind: type) -> Holds:
+    return lambda record: any(isinstance(effect, kind) for effect in record.effects)
+
+
+def _came(*kinds: type) -> Holds:
+    return lambda record: isinstance(record.event, kinds)
+
+
+def _again(told: Iterable[Step], started: float, known_at: float) -> tuple[Step, Step]:
+    """Return the first step of the next launch, and its first new one: beyond those that were done at an instant."""
+    told = list(told)
+    furthest = max(step.number for step in told if step.at <= known_at)
+    again = [step for step in told if step.at > started]
+    return again[0], next(step for step in again if step.number > furthest)
+
+
 def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, float]:
     """Return the pieces of the first relaunch after a killed rank.
 
@@ -43,11 +62,7 @@ def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
         )
 
     def ordered(kind: type) -> float:
-        return next(
-            record.event.at
-            for record in records
-            if record.event.at >= struck_at and any(isinstance(effect, kind) for effect in record.effects)
-        )
+        return next(r.event.at for r in records if r.event.at >= struck_at and _ordered(kind)(r))
 
     seen = first(on.RankExited, 0)
     # the record of an event bears the launch that it leads to
@@ -55,10 +70,7 @@ def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
     chosen, judged = (first(kind, 1, ended) for kind in (on.CheckpointChosen, on.Judged))
     asked, started = ordered(do.ClearNodes), ordered(do.StartLaunch)
     began, hello = first(on.LaunchBegan, 1), first(on.RankHello, 1)
-    told = list(told)
-    furthest = max(step.number for step in told if step.at <= struck_at)
-    again = [step for step in told if step.at > started]
-    new = next(step for step in again if step.number > furthest)
+    again, new = _again(told, started, struck_at)
     return {
         SEEN: seen - struck_at,
         STOPPED: ended - seen,
@@ -69,8 +81,8 @@ def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
         TASKS: began - started,
         SUM: began - struck_at,
         HELLO: hello - began,
-        LOADED: again[0].at - hello,
-        REDONE: new.at - again[0].at,
+        LOADED: again.at - hello,
+        REDONE: new.at - again.at,
         SHARE: 100 * (hello - began) / (new.at - struck_at),
     }
 
@@ -89,32 +101,24 @@ def of_hang(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
     """Return the pieces of the first relaunch after a rank that stands still; as `of_rank`."""
     records = list(journal.read(path))
 
-    def first(holds: Callable[[journal.Record], bool]) -> float:
+    def first(holds: Holds) -> float:
         return next(r.event.at for r in records if r.event.at >= struck_at and holds(r))
 
-    def ordered(kind: type) -> Callable[[journal.Record], bool]:
-        return lambda record: any(isinstance(effect, kind) for effect in record.effects)
-
-    def came(kind: type) -> Callable[[journal.Record], bool]:
-        return lambda record: isinstance(record.event, kind)
-
-    killed, started = first(ordered(do.KillRanks)), first(ordered(do.StartLaunch))
-    looked = max(r.event.at for r in records if ordered(do.CollectStacks)(r) and r.event.at < killed)
+    killed, started = first(_ordered(do.KillRanks)), first(_ordered(do.StartLaunch))
+    looked = max(r.event.at for r in records if _ordered(do.CollectStacks)(r) and r.event.at < killed)
     told = list(told)
     last = max(step.at for step in told if step.at <= looked)
-    again = [step for step in told if step.at > started]
-    furthest = max(step.number for step in told if step.at <= started)
-    new = next(step for step in again if step.number > furthest)
+    again, new = _again(told, started, started)
     marks = (
         ("", struck_at),
         (HUNG_LAST, last),
         (HUNG_LOOK, looked),
         (HUNG_SEEN, killed),
-        (HUNG_ENDED, first(came(on.LaunchEnded))),
+        (HUNG_ENDED, first(_came(on.LaunchEnded))),
         (HUNG_STARTED, started),
-        (TASKS, first(came(on.LaunchBegan))),
-        (HELLO, first(came(on.RankHello))),
-        (LOADED, again[0].at),
+        (TASKS, first(_came(on.LaunchBegan))),
+        (HELLO, first(_came(on.RankHello))),
+        (LOADED, again.at),
         (REDONE, new.at),
     )
     found = {name: at - before for (_, before), (name, at) in itertools.pairwise(marks)}
@@ -146,41 +150,32 @@ def of_node(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
     records = [record for record in journal.read(path) if record.event.at >= struck_at]
     attempt = records[0].attempt
 
-    def first(holds: Callable[[journal.Record], bool]) -> float | None:
+    def first(holds: Holds) -> float | None:
         return next((record.event.at for record in records if holds(record)), None)
 
-    def ordered(kind: type) -> Callable[[journal.Record], bool]:
-        return lambda record: any(isinstance(effect, kind) for effect in record.effects)
-
-    def came(*kinds: type) -> Callable[[journal.Record], bool]:
-        return lambda record: isinstance(record.event, kinds)
-
-    started = first(ordered(do.StartLaunch))
+    started = first(_ordered(do.StartLaunch))
     assert started is not None
-    asked = [r.event.at for r in records if ordered(do.ClearNodes)(r) and r.event.at <= started]
+    asked = [r.event.at for r in records if _ordered(do.ClearNodes)(r) and r.event.at <= started]
     prepared = [
         r.event.at
         for r in records
-        if came(on.CheckpointChosen, on.Judged)(r) and r.attempt == attempt and r.event.at <= started
+        if _came(on.CheckpointChosen, on.Judged)(r) and r.attempt == attempt and r.event.at <= started
     ]
-    told = list(told)
-    furthest = max(step.number for step in told if step.at <= struck_at)
-    again = [step for step in told if step.at > started]
-    new = next(step for step in again if step.number > furthest)
+    again, new = _again(told, started, struck_at)
     marks = (
-        (first(came(on.RankExited, on.WatcherLost)), LOST_SEEN),
-        (first(came(on.LaunchEnded)), LOST_STOPPED),
+        (first(_came(on.RankExited, on.WatcherLost)), LOST_SEEN),
+        (first(_came(on.LaunchEnded)), LOST_STOPPED),
         (max(prepared, default=None), LOST_PREPARED),
         (first(lambda record: record.node_losses > 0), LOST_KNOWN),
-        (first(ordered(do.Requeue)), LOST_LEAVES),
-        (first(came(on.RequeueAnswered)), LOST_REQUEUED),
-        (first(ordered(do.Exit)), LOST_EXIT),
-        (first(came(on.AttemptStarted)), LOST_AGAIN),
+        (first(_ordered(do.Requeue)), LOST_LEAVES),
+        (first(_came(on.RequeueAnswered)), LOST_REQUEUED),
+        (first(_ordered(do.Exit)), LOST_EXIT),
+        (first(_came(on.AttemptStarted)), LOST_AGAIN),
         (max(asked), LOST_ASKED),
         (started, LOST_CLEARED),
-        (first(came(on.LaunchBegan)), LOST_TASKS),
-        (first(came(on.RankHello)), LOST_HELLO),
-        (again[0].at, LOST_LOADED),
+        (first(_came(on.LaunchBegan)), LOST_TASKS),
+        (first(_came(on.RankHello)), LOST_HELLO),
+        (again.at, LOST_LOADED),
         (new.at, LOST_REDONE),
     )
     there = sorted((at, name) for at, name in marks if at is not None and at <= new.at)

@@ -221,7 +221,7 @@ def test_a_script_whose_own_resume_option_nobody_gives_is_told_so(
 
     assert ("what its option --resume names" in own_script.doubts(words, found, append=None).no_way) is told
     assert own_script.doubts(words, found, append=False) == own_script.Doubts()
-    assert not own_script.doubts(words, found, append=None, followed=True).no_way
+    assert not own_script.doubts(words, found, append=None, framework="generic").no_way
 
 
 @pytest.mark.parametrize("tracker", ["wandb-resume", "resume-mlflow", "comet_resume", "neptune-resume-id"])

@@ -195,12 +195,18 @@ def test_going_back_leaves_out_what_is_newer_until_it_is_written_anew(case: Case
     assert "older than step 10" in event.error
 
 
-def test_a_later_attempt_leaves_out_what_was_gone_back_from(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+def gone_back(case: Case) -> tuple[Path, Path]:
+    """Return two checkpoints; training went back from the newer one to the older."""
     older, newer = case.step(10), case.step(20)
     case.choose()
     case.foreign.roll_back(do.RollBack(launch=0, below_step=20))
     assert isinstance(case.inbox.get(WITHIN_S), on.RolledBack)
+    return older, newer
+
+
+def test_a_later_attempt_leaves_out_what_was_gone_back_from(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    older, newer = gone_back(case)
     with (case.run / module.LEFT_OUT_NAME).open("ab") as file:
         file.write(b'{"directory": "torn')
 
@@ -230,10 +236,7 @@ def test_where_the_run_directory_takes_no_notes_going_back_counts_in_this_attemp
 
 def test_notes_that_cannot_be_read_now_are_read_when_the_storage_answers(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    older, _newer = case.step(10), case.step(20)
-    case.choose()
-    case.foreign.roll_back(do.RollBack(launch=0, below_step=20))
-    assert isinstance(case.inbox.get(WITHIN_S), on.RolledBack)
+    older, _newer = gone_back(case)
     notes, aside = case.run / module.LEFT_OUT_NAME, case.run / "aside"
     notes.rename(aside)
     notes.mkdir()

@@ -23,7 +23,6 @@ from stepkeeper.core.state import Nodes, State
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.asking import Question, answer
 from stepkeeper.frameworks.following import Following
-from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.redaction import redact, redact_words
 from stepkeeper.run_store import paths
 from stepkeeper.slurm import cmd
@@ -125,7 +124,7 @@ def make(sources: Sources, environment: Mapping[str, str], command: tuple[str, .
     if script.starts_ranks:
         assumed.append(script.starts_ranks)
     doubts = own_script.doubts(
-        command, script, append=config.settings.resume_argument, followed=config.settings.framework not in (AUTO, NONE)
+        command, script, append=config.settings.resume_argument, framework=config.settings.framework
     )
     answered = carried.baseline.start_s > 0.0
     meeting = Meeting(

@@ -25,7 +25,6 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks.following import Following
-from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
 from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
@@ -190,9 +189,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     attempt.say_framework(following, command, settings, log)
     if batch:
         attempt.note_submission(directory, allocation, sys.argv[1:], log)
-    doubts = own_script.doubts(
-        command, script, append=settings.resume_argument, followed=settings.framework not in (AUTO, NONE)
-    )
+    doubts = own_script.doubts(command, script, append=settings.resume_argument, framework=settings.framework)
     _say_what_surprises(log, setting, allocation, doubts, emptied=emptied, merged=merged)
     inbox.put(
         on.AttemptStarted(

@@ -23,7 +23,6 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
 from stepkeeper.errors import StepkeeperError
-from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
@@ -174,7 +173,7 @@ def _configure(arguments: argparse.Namespace, wanted: Wanted) -> Config:
         wanted.command,
         script,
         append=config.settings.resume_argument,
-        followed=config.settings.framework not in (AUTO, NONE),
+        framework=config.settings.framework,
     )
     if script.missing and not any(option.startswith(("--chdir", "-D")) for option in wanted.sbatch):
         printing.warn(f"warning: {script.missing}: mistyped? (a path in a container is fine)")

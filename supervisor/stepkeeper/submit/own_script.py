@@ -18,6 +18,7 @@ import msgspec
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.frameworks.script import Script, last_name, parse
 from stepkeeper.slurm import cmd
 from stepkeeper_trainer.formats.plain import open_plain
@@ -182,17 +183,17 @@ def require_startable(found: Found, *, torchrun: bool) -> None:
         )
 
 
-def doubts(command: Sequence[str], found: Found, *, append: bool | None, followed: bool = False) -> Doubts:
+def doubts(command: Sequence[str], found: Found, *, append: bool | None, framework: str = AUTO) -> Doubts:
     """Return why a training may not resume.
 
     Args:
         command: CMD.
         found: in its script.
         append: the argument is appended where CMD does not say where it goes; None: if the script takes it.
-        followed: the settings name the framework or the layout whose checkpoints count.
+        framework: the setting; one that is named, or a layout of its own, says which checkpoints count.
     """
     unasked = ""
-    if found.unasked and append is not False and not followed:
+    if found.unasked and append is not False and framework in (AUTO, NONE):
         unasked = (
             f"{found.unasked}: it starts from the beginning in each attempt, and every requeue loses all its work; "
             "Stepkeeper gives it that option once `[framework.generic]` says what its checkpoints look like: see "

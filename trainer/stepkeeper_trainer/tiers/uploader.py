@@ -236,13 +236,11 @@ class Uploader:
         path = save.directory / PENDING_NAME
         limit_at = time.monotonic() + SEALED_WITHIN_S
         aside = save.is_local and not self._leads
-        asked_at = time.monotonic() if aside else -ASKED_EVERY_S
-        for _ in self._pauses(save, aside=aside):
+        for asks in self._pauses(save, aside=aside):
             if aside and (held := self.local.committed(save.step, save.save_id)) is not None:
                 return held
-            if aside and time.monotonic() < asked_at + ASKED_EVERY_S:
+            if not asks:
                 continue
-            asked_at = time.monotonic()
             with suppress(FileNotFoundError):  # not yet
                 data = read_plain(path, MANIFEST_BYTES_MAX, within=save.directory)
                 return Held.read(save.directory.name, data, source=str(path))
@@ -364,20 +362,21 @@ class Uploader:
     def _dropped(self, save: Upload) -> bool:
         return self._stopping or not save.directory.is_dir()
 
-    def _pauses(self, save: Upload, *, aside: bool = False) -> Iterator[None]:
+    def _pauses(self, save: Upload, *, aside: bool = False) -> Iterator[bool]:
         """Yield at once and then after growing pauses, until nobody needs the save any more.
 
-        One that waits `aside`, for another rank of its node, seldom asks shared storage for that.
+        What is yielded tells whether shared storage may be asked now: seldom, by one that waits `aside` for another
+        rank of its node.
 
         Raises:
             CopyStoppedError: it was given up or left out, or this process leaves.
         """
         pause_s, asked_at = _PAUSE_S[0], time.monotonic()
         while True:
-            yield
             asks = not aside or time.monotonic() >= asked_at + ASKED_EVERY_S
             if asks:
                 asked_at = time.monotonic()
+            yield asks
             if self._dropped(save) if asks else self._stopping:
                 raise CopyStoppedError(f"step {save.step}: given up, or the process leaves")
             with self._changed:

@@ -384,12 +384,13 @@ class ForeignCheckpoints:
     def _forget_left_out(self) -> bool:
         """Let those that are left out count again in this attempt; False: there are none."""
         left_out = self._all_left_out()
-        if left_out:
-            names = [each.directory for each in left_out[:NAMED_MAX]]
-            self._log.warning("left_out_used_again", checkpoints=names, why="no older checkpoint is whole")
+        if not left_out:
+            return False
+        names = [each.directory for each in left_out[:NAMED_MAX]]
+        self._log.warning("left_out_used_again", checkpoints=names, why="no older checkpoint is whole")
         with self._lock:
             self._left_out = ()
-        return bool(left_out)
+        return True
 
     def _note(self, name: str, line: msgspec.Struct) -> None:
         try:

@@ -443,7 +443,8 @@ class CheckpointManager:
         self.wait_staged()
         self._requests.close()
         if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
-            groups.close(self._boundary.group, self._agreement.group, talked)
+            groups.close(self._boundary.group, talked)
+            self._agreement.close()
         return code
 
     def _check_state(self, call: Call) -> dict[str, torch.Tensor]:

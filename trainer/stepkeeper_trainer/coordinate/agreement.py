@@ -1,14 +1,18 @@
-"""How ranks agree: messages of one size, reduced by MAX over a gloo group of their own, from the main thread.
+"""How ranks agree: messages of one size, reduced by MAX over a gloo group of their own.
 
 What is said at the boundary of one step is read at the next, so nobody waits; all ranks read the same, so all save and
-stop at the same step.  Each message says which method its rank is in: ranks that call different methods get an error
+stop at the same step.  To start an all-reduce takes longer than all else of it, so a thread does that.  Each message says which method its rank is in: ranks that call different methods get an error
 that names them, and never wait for each other.  A process alone agrees with itself at once.
 """
 
 from __future__ import annotations
 
+import atexit
+import queue
+import threading
 import time
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PAYLOAD = 12  # numbers in a message, behind the calls
-LOOK_EVERY_S = 1.0  # a wait returns to Python so often: its signal handlers run
+LOOK_EVERY = timedelta(seconds=1)  # a wait returns to Python so often: its signal handlers run
+STARTED_WITHIN_S = 10.0  # an all-reduce, for which nobody else is needed
 MISSING_WITHIN_S = 2.0  # ranks that wait tell each other so within it
 RANKS_NAMED_MAX = 16
 _NO_DEADLINE = -(1 << 62)
@@ -66,6 +71,50 @@ class Call(IntEnum):
             "an evaluation",
             "confirm()",
         )[self]
+
+
+CALLS = 2 * len(Call)
+"""Numbers that a message begins with: the highest and the lowest rank in each method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a rank says, until it is what all say: it is reduced in place."""
+
+    call: Call
+    numbers: array[int]
+    started: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    """Torch's work, or why there is none."""
+
+
+class Sender:
+    """Starts the all-reduces of a group, in the order of the messages, in a thread of its own."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stepkeeper-agreement", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that comes back from C++ to an interpreter that ends aborts the process
+
+    def send(self, message: Message) -> None:
+        """Begin to reduce a message; nobody waits."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Wait until all messages are on their way."""
+        atexit.unregister(self.close)
+        self._messages.put(None)
+        self._thread.join(STARTED_WITHIN_S)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                tensor = torch.frombuffer(message.numbers, dtype=torch.int64)
+                work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+                message.started.put(work)
+            except RuntimeError as error:
+                message.started.put(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +182,11 @@ class Agreement:
         self.within_s = within_s
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
+        self._sender = Sender(group) if group is not None else None
         self._count = 0  # of messages: the same on all ranks
-        self._pending: tuple[Call, torch.Tensor, Any] | None = None
+        self._pending: Message | None = None
         self._left: object = None
+        self._usual: tuple[array[int], Proposal] | None = None  # what was read last: most steps say the same
 
     def read(self, own: Proposal, *, within_s: float | None = None) -> Proposal:
         """Return what all ranks said at the boundary before; alone, what this one says now.
@@ -150,8 +201,11 @@ class Agreement:
         if self._pending is None:
             return Proposal()
         pending, self._pending = self._pending, None
-        values = self._receive(*pending, self.within_s if within_s is None else within_s)
-        return Proposal.unpack(values[: len(own.pack())])
+        numbers = self._receive(pending, self.within_s if within_s is None else within_s)
+        if self._usual is None or numbers != self._usual[0]:
+            self._check_calls(numbers)
+            self._usual = numbers, Proposal.unpack(numbers[CALLS : CALLS + PAYLOAD])
+        return self._usual[1]
 
     def issue(self, own: Proposal, call: Call = Call.STEP) -> None:
         """Say what this rank knows at the end of a step; nobody waits."""
@@ -176,8 +230,9 @@ class Agreement:
         """
         if self.group is None:
             return list(values)
-        received = self._receive(*self._send(call, values), self.within_s if within_s is None else within_s)
-        return received[: len(values)]
+        numbers = self._receive(self._send(call, values), self.within_s if within_s is None else within_s)
+        self._check_calls(numbers)
+        return list(numbers[CALLS : CALLS + len(values)])
 
     def check_alike(self, **settings: object) -> None:
         """Refuse what ranks must have alike, and have not; all ranks call it.  Raises UsageError."""
@@ -222,31 +277,44 @@ class Agreement:
         self.settle(Call.START, [])
         return groups.broadcast(value, self.group)
 
-    def _send(self, call: Call, values: Sequence[int]) -> tuple[Call, torch.Tensor, Any]:
-        """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
-        self._count += 1
-        message = [0] * (2 * len(Call) + PAYLOAD)
-        message[2 * call : 2 * call + 2] = self._rank + 1, self._world_size - self._rank
-        message[2 * len(Call) : 2 * len(Call) + len(values)] = values
-        tensor = torch.tensor(message, dtype=torch.int64)
-        return call, tensor, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def close(self) -> None:
+        """End the group, once the last word is on its way."""
+        group, self.group = self.group, None
+        if self._sender is not None:
+            self._sender.close()
+        if group is not None and dist.is_initialized():
+            groups.close(group)
 
-    def _receive(self, call: Call, tensor: torch.Tensor, work: Any, within_s: float) -> list[int]:
+    def _send(self, call: Call, values: Sequence[int]) -> Message:
+        """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
+        assert self._sender is not None, "a process alone sends nothing"
+        self._count += 1
+        numbers = array("q", bytes(8 * (CALLS + PAYLOAD)))
+        numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
+        numbers[CALLS : CALLS + len(values)] = array("q", values)
+        message = Message(call, numbers)
+        self._sender.send(message)
+        return message
+
+    def _receive(self, message: Message, within_s: float) -> array[int]:
         limit_at = time.monotonic() + within_s
-        while not _wait(work, min(LOOK_EVERY_S, limit_at - time.monotonic()), call):
+        work = message.started.get(timeout=STARTED_WITHIN_S)
+        if isinstance(work, RuntimeError):
+            raise _ended(message.call, work) from work
+        while not _wait(work, limit_at - time.monotonic(), message.call):
             if time.monotonic() >= limit_at:
                 raise LateError(
-                    f"{self._missing()} did not come to {call.method} within {within_s:.0f} s: "
+                    f"{self._missing()} did not come to {message.call.method} within {within_s:.0f} s: "
                     "look at what they do (their stacks), and at whether each rank does as many steps"
                 )
-        values: list[int] = tensor.tolist()
-        self._check_calls(values)
-        return values[2 * len(Call) :]
+        return message.numbers
 
-    def _check_calls(self, values: list[int]) -> None:
+    def _check_calls(self, numbers: array[int]) -> None:
         """Raise where ranks are in different methods; all of them see the same numbers."""
         ranks = {
-            call: (self._world_size - values[2 * call + 1], values[2 * call] - 1) for call in Call if values[2 * call]
+            call: (self._world_size - numbers[2 * call + 1], numbers[2 * call] - 1)
+            for call in Call
+            if numbers[2 * call]
         }
         if len(ranks) == 1:
             return
@@ -277,15 +345,19 @@ def _between(first: int, last: int) -> str:
 def _wait(work: Any, seconds: float, call: Call) -> bool:
     """Wait for a collective; false while it is not complete.  Raises RankEndedError."""
     try:
-        work.wait(timedelta(seconds=max(0.001, seconds)))
+        work.wait(LOOK_EVERY if seconds >= LOOK_EVERY.total_seconds() else timedelta(seconds=max(0.001, seconds)))
     except RuntimeError as error:
         if not work.is_completed():
             return False
         try:
             work.wait()  # it has failed, or came right after the time was over
         except RuntimeError:
-            raise RankEndedError(
-                f"another rank ended while this one waited for it in {call.method}: its own last lines say why; "
-                f"gloo says: {str(error).partition('. This is')[0]}"
-            ) from error
+            raise _ended(call, error) from error
     return True
+
+
+def _ended(call: Call, error: RuntimeError) -> RankEndedError:
+    return RankEndedError(
+        f"another rank ended while this one waited for it in {call.method}: its own last lines say why; "
+        f"gloo says: {str(error).partition('. This is')[0]}"
+    )

@@ -390,7 +390,7 @@ class Attachment:
         self._requests.close()
         self._link.flush()
         self._reporter.unable("the training has ended")
-        self._close_group()
+        self._agreement.close()
         if self.training.total_steps is None or step >= self.training.total_steps:
             at_exit.finished = functools.partial(self._say_finished, step)
             self._record_end(step)
@@ -419,12 +419,8 @@ class Attachment:
         """
         if self.open and not failed and self._reporter is not None:
             self._reporter.unable("the script has ended")
-        self._close_group()
+        self._agreement.close()
 
-    def _close_group(self) -> None:
-        group, self._agreement.group = self._agreement.group, None
-        if group is not None and dist.is_initialized():
-            groups.close(group)
 
 
 def attach(framework: str, describe: Callable[[], Training]) -> Attachment:

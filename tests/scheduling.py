@@ -26,6 +26,9 @@ ALONE_S = 12.0
 """A test that takes longer is given to the worker that is free, without the rest of its module."""
 USUAL_S = 0.1
 """Of a test that is not listed: of most, a module has many."""
+STORIES = "tests/stories/"
+STORY_S = 60.0
+"""Of a story that is not listed: a new one.  A module of them would else be the last unit, for many minutes."""
 LISTED_S = 2.0
 SHARED = "reference"
 """A fixture that one worker plays for all, while the others would wait for it."""
@@ -39,9 +42,14 @@ def seconds() -> dict[str, float]:
     return {name: float(took) for took, _, name in (line.partition(" ") for line in lines)}
 
 
+def expected_s(nodeid: str) -> float:
+    """Return what a test took, or what one of its kind takes."""
+    return seconds().get(nodeid, STORY_S if nodeid.startswith(STORIES) else USUAL_S)
+
+
 def unit(nodeid: str) -> str:
     """Return what a test is given away with: itself, or its module."""
-    return nodeid if seconds().get(nodeid, 0.0) >= ALONE_S else nodeid.partition("::")[0]
+    return nodeid if expected_s(nodeid) >= ALONE_S else nodeid.partition("::")[0]
 
 
 def in_order(names: Iterable[tuple[str, bool]], workers: int) -> list[str]:
@@ -53,7 +61,7 @@ def in_order(names: Iterable[tuple[str, bool]], workers: int) -> list[str]:
     takes: dict[str, float] = defaultdict(float)
     waits: set[str] = set()
     for name, needs_shared in names:
-        takes[unit(name)] += seconds().get(name, USUAL_S)
+        takes[unit(name)] += expected_s(name)
         if needs_shared:
             waits.add(unit(name))
     longest = sorted(takes, key=lambda each: (-takes[each], each))
@@ -151,7 +159,7 @@ def parts(names: Iterable[str], count: int) -> list[set[str]]:
     members: dict[str, list[str]] = defaultdict(list)
     for name in names:
         members[unit(name)].append(name)
-    takes = {each: sum(seconds().get(name, USUAL_S) for name in found) for each, found in members.items()}
+    takes = {each: sum(expected_s(name) for name in found) for each, found in members.items()}
     found: list[set[str]] = [set() for _ in range(count)]
     loads = [0.0] * count
     for each in sorted(takes, key=lambda each: (-takes[each], each)):
@@ -186,5 +194,5 @@ def write_down(reports: Iterable[pytest.TestReport]) -> None:
     known = dict(seconds())
     for report in reports:
         known[report.nodeid] = round(report.duration, 1)
-    kept = sorted((-took, name) for name, took in known.items() if took >= LISTED_S)
+    kept = sorted((-took, name) for name, took in known.items() if took >= LISTED_S or name.startswith(STORIES))
     TABLE.write_text("".join(f"{-took:g} {name}\n" for took, name in kept))

@@ -30,6 +30,14 @@ def test_long_tests_come_first_and_each_for_itself_and_modules_stay_together() -
     assert order == ["a.py::long", "b.py::long", "c.py::long", "a.py::other[x-y]", "a.py", "d.py"]
 
 
+def test_a_story_that_is_not_listed_is_taken_for_a_long_one() -> None:
+    names = ["a.py::short", "tests/stories/test_new.py::one", "tests/stories/test_new.py::two", "c.py::long"]
+
+    order = scheduling.in_order([(name, False) for name in names], 1)
+
+    assert order == ["tests/stories/test_new.py::one", "tests/stories/test_new.py::two", "c.py::long", "a.py"]
+
+
 def test_only_one_worker_begins_with_what_is_made_for_all() -> None:
     names = [("a.py::long", True), ("b.py::long", True), ("c.py::long", True), ("d.py::new", False), ("e.py::a", False)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,19 @@ def test_a_step_that_begins_is_not_to_be_saved() -> None:
 
     assert not marked.last.unchanged
     assert marked.last.take() is None
+
+
+@pytest.mark.parametrize(("answer_s", "step_s", "known"), [(0.0, 0.1, True), (0.03, 0.1, False)])
+def test_a_state_that_costs_much_of_a_step_is_given_up(answer_s: float, step_s: float, *, known: bool) -> None:
+    marked = Marked()
+    answer = marked.buffer.state_dict
+    marked.buffer.state_dict = lambda: time.sleep(answer_s) or answer()  # type: ignore[method-assign]
+
+    last = LastStep(marked.state)
+    for _ in range(6):
+        time.sleep(step_s)
+        last.forget()
+        last.mark()
+
+    assert last.unchanged is known
+    assert last.why_not.startswith("another rank" if known else "taking the state down costs 3")

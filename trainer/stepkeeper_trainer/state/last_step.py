@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state.training import Gathered, TrainingState
 
 PROBES = 64  # parameters of which a number is compared
-SHARE_MAX = 0.01  # of a step's time, that taking down may cost
-SECONDS_MAX = 0.0005  # that it may cost however short steps are
+SHARE_MAX = 0.02  # of a step's time, that taking down may cost
+SECONDS_MAX = 0.001  # that it may cost however short steps are
 _version, _trained = attrgetter("_version"), attrgetter("requires_grad")
-TRIES = 5  # steps over which the cost is judged
+TRIES = 5  # steps over which the cost is judged: the least, as other processes are no cost of it
 
 
 class LastStep:
@@ -51,7 +51,7 @@ class LastStep:
         self._in_place = False  # every tensor of a module is one of its parameters or buffers
         self._costs: list[float] = []
         self._steps: list[float] = []
-        self._affordable = True
+        self._too_dear = ""  # why the state is not taken down any more
         self._marked_at = time.perf_counter()
         self.why_not = "no step is done yet"  # why the state of the last step is not known
 
@@ -60,7 +60,8 @@ class LastStep:
         began = time.perf_counter()
         step_s, self._marked_at = began - self._marked_at, began
         self._gathered = None
-        if not self._affordable:
+        if self._too_dear:
+            self.why_not = self._too_dear
             return
         self._know_modules()
         if not self._in_place:
@@ -76,7 +77,7 @@ class LastStep:
             self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
             return
         self._probed = [torch.cat(views) for views in self._probes]
-        self._gathered = gathered
+        self._gathered, self.why_not = gathered, "another rank is elsewhere, or does not know its last step"
         self._judge(time.perf_counter() - began, step_s)
 
     def forget(self) -> None:
@@ -139,10 +140,9 @@ class LastStep:
         if len(self._costs) < TRIES:
             return
         cost, step = min(self._costs), statistics.median(self._steps[1:])
-        self._affordable = cost <= max(SECONDS_MAX, SHARE_MAX * step)
-        if not self._affordable:
-            self._gathered = None
-            self.why_not = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
+        if cost > max(SECONDS_MAX, SHARE_MAX * step):
+            self._too_dear = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
+            self._gathered, self.why_not = None, self._too_dear
             say("notices_wait_for_a_step", why=self.why_not)
 
     def _know_modules(self) -> None:

@@ -1,8 +1,9 @@
 """How ranks agree: messages of one size, reduced by MAX over a gloo group of their own.
 
 What is said at the boundary of one step is read at the next, so nobody waits; all ranks read the same, so all save and
-stop at the same step.  To start an all-reduce takes longer than all else of it, so a thread does that.  Each message says which method its rank is in: ranks that call different methods get an error
-that names them, and never wait for each other.  A process alone agrees with itself at once.
+stop at the same step.  To start an all-reduce takes longer than all else of it, so a thread does that.  Each message
+says which method its rank is in: ranks that call different methods get an error that names them, and never wait for
+each other.  A process alone agrees with itself at once.
 """
 
 from __future__ import annotations

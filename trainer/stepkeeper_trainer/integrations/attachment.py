@@ -422,7 +422,6 @@ class Attachment:
         self._agreement.close()
 
 
-
 def attach(framework: str, describe: Callable[[], Training]) -> Attachment:
     """Attach to a training that begins; all ranks call it at the same point.  Never raises.
 

@@ -114,7 +114,7 @@ class Sender:
                 tensor = torch.frombuffer(message.numbers, dtype=torch.int64)
                 work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
                 message.started.put(work)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001  # the main thread raises it
                 message.started.put(error)
 
 
@@ -183,7 +183,7 @@ class Agreement:
         self.within_s = within_s
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
-        self._sender = Sender(group) if group is not None else None
+        self._sender: Sender | None = None  # from the first message on
         self._count = 0  # of messages: the same on all ranks
         self._pending: Message | None = None
         self._left: object = None
@@ -288,7 +288,7 @@ class Agreement:
 
     def _send(self, call: Call, values: Sequence[int]) -> Message:
         """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
-        assert self._sender is not None, "a process alone sends nothing"
+        self._sender = self._sender or Sender(self.group)
         self._count += 1
         numbers = array("q", bytes(8 * (CALLS + PAYLOAD)))
         numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
@@ -302,6 +302,8 @@ class Agreement:
         work = message.started.get(timeout=STARTED_WITHIN_S)
         if isinstance(work, RuntimeError):
             raise _ended(message.call, work) from work
+        if isinstance(work, Exception):
+            raise work
         while not _wait(work, limit_at - time.monotonic(), message.call):
             if time.monotonic() >= limit_at:
                 raise LateError(

@@ -1,11 +1,11 @@
-"""The thread of the saves, and a script that ends while it works."""
+"""A thread of the library, and a script that ends while it works."""
 
 from __future__ import annotations
 
 import sys
 import threading
 
-from stepkeeper_trainer.save.save import Worker
+from stepkeeper_trainer.worker import Worker
 from tests.trainer import warm
 from tests.trainer.ranks import LIMIT_S, ROOT
 
@@ -13,9 +13,9 @@ ENDS = """
 import sys, threading
 sys.path[:0] = [sys.argv[1] + "/trainer", sys.argv[1]]
 import torch
-from stepkeeper_trainer.save.save import Worker
+from stepkeeper_trainer.worker import Worker
 
-worker, begun = Worker(), threading.Event()
+worker, begun = Worker("some"), threading.Event()
 
 def works():
     a = torch.rand(1024, 1024)
@@ -33,12 +33,13 @@ sys.exit(3)
 
 
 def test_jobs_are_done_one_after_the_other() -> None:
-    worker, done, found = Worker(), threading.Event(), []
+    worker, done, found = Worker("some"), threading.Event(), []
     for number in range(100):
         worker.do(lambda number=number: found.append(number))
     worker.do(done.set)
 
-    assert done.wait(LIMIT_S)
+    assert worker.wait(LIMIT_S)
+    assert done.is_set()
     assert found == list(range(100))
 
 

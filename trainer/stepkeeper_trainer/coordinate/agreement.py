@@ -8,14 +8,13 @@ each other.  A process alone agrees with itself at once.
 
 from __future__ import annotations
 
-import atexit
-import queue
-import threading
 import time
 from array import array
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import LateError, RankEndedError, StepkeeperError, UsageError
+from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,38 +84,16 @@ class Message:
 
     call: Call
     numbers: array[int]
-    started: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    started: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """Torch's work, or why there is none."""
 
-
-class Sender:
-    """Starts the all-reduces of a group, in the order of the messages, in a thread of its own."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="stepkeeper-agreement", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # a thread that comes back from C++ to an interpreter that ends aborts the process
-
-    def send(self, message: Message) -> None:
-        """Begin to reduce a message; nobody waits."""
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Wait until all messages are on their way."""
-        atexit.unregister(self.close)
-        self._messages.put(None)
-        self._thread.join(STARTED_WITHIN_S)
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                tensor = torch.frombuffer(message.numbers, dtype=torch.int64)
-                work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-                message.started.put(work)
-            except Exception as error:  # noqa: BLE001  # the main thread raises it
-                message.started.put(error)
+    def start(self, group: Any) -> None:
+        """Begin to reduce it; nobody waits."""
+        try:
+            tensor = torch.frombuffer(self.numbers, dtype=torch.int64)
+            self.started.put(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        except Exception as error:  # noqa: BLE001  # the main thread raises it
+            self.started.put(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +161,7 @@ class Agreement:
         self.within_s = within_s
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
-        self._sender: Sender | None = None  # from the first message on
+        self._starter = Worker("stepkeeper-agreement")  # in the order of the messages
         self._count = 0  # of messages: the same on all ranks
         self._pending: Message | None = None
         self._left: object = None
@@ -281,20 +259,18 @@ class Agreement:
     def close(self) -> None:
         """End the group, once the last word is on its way."""
         group, self.group = self.group, None
-        if self._sender is not None:
-            self._sender.close()
+        self._starter.wait(STARTED_WITHIN_S)
         if group is not None and dist.is_initialized():
             groups.close(group)
 
     def _send(self, call: Call, values: Sequence[int]) -> Message:
         """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
-        self._sender = self._sender or Sender(self.group)
         self._count += 1
         numbers = array("q", bytes(8 * (CALLS + PAYLOAD)))
         numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
         numbers[CALLS : CALLS + len(values)] = array("q", values)
         message = Message(call, numbers)
-        self._sender.send(message)
+        self._starter.do(partial(message.start, self.group))
         return message
 
     def _receive(self, message: Message, within_s: float) -> array[int]:

@@ -75,9 +75,10 @@ class Planner:
         self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
-    def renew(self, group: Any | None) -> None:
-        """Take another group, of the same ranks."""
-        self._group, self.share, self.broken = group, None, False
+    def renew(self, group: Any | None) -> Any | None:
+        """Take another group, of the same ranks; return the one before."""
+        before, self._group, self.share, self.broken = self._group, group, None, False
+        return before
 
     def agree(
         self,

@@ -1,12 +1,11 @@
-"""One save: what it is of, its phases, the thread that does it, and what is said and given back when it fails.
+"""One save: what it is of, its phases, and what is said and given back when it fails.
 
-`Save` is the record, `Phase` its machine, `Worker` the thread in which all saves of a rank are done, in their order.
-`Failing` tells of a save that fails or hangs.  `conditions` are what the losses depend on besides the state.
+`Save` is the record, `Phase` its machine.  `Failing` tells of a save that fails or hangs.  `conditions` are what the
+losses depend on besides the state.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import platform
 import threading
@@ -14,7 +13,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +26,7 @@ from stepkeeper_trainer.tiers.directory import give_up
 from stepkeeper_trainer.tiers.tier import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from stepkeeper_trainer.formats.manifest import Manifest
@@ -136,45 +134,6 @@ class Save:
             raise SaveError(f"cancelled: {self.cancelled}")
         if time.time() >= self.limit_at:
             raise SaveError("not written in time")
-
-
-LEAVE_WITHIN_S = 5.0
-
-
-class Worker:
-    """Begins with its first job.
-
-    A script may end while it works (an exception, no `finish`).  Python ends threads then in the middle of what they
-    do, and one that is in torch's code takes the process down with SIGABRT, whatever its exit code was to be.  So the
-    end of the process waits a little for the job at hand.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._at_work = threading.Lock()
-        self._leaving = False
-        self._thread: threading.Thread | None = None
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Have a job done."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="stepkeeper-save", daemon=True)
-            self._thread.start()
-            atexit.register(self._rest)
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            with self._at_work:
-                if self._leaving:
-                    return
-                job()
-
-    def _rest(self) -> None:
-        """Let the job at hand end, up to a limit, and no other begin."""
-        self._leaving = True
-        self._at_work.acquire(timeout=LEAVE_WITHIN_S)
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Proposal
 from stepkeeper_trainer.coordinate.ending import Ended
 from stepkeeper_trainer.errors import DividedError, DriftError, SaveError, UnequalError
@@ -24,8 +25,9 @@ from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.commit import CommittedStep, Completer, Listeners
 from stepkeeper_trainer.save.persist import Persister
 from stepkeeper_trainer.save.planner import Planner
-from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary, Worker
+from stepkeeper_trainer.save.save import Failing, Phase, Save, Summary
 from stepkeeper_trainer.save.staging import Staging
+from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -109,7 +111,7 @@ class Saver:
         )
         self._uploader, self._snapshots = uploader, snapshots
         self._begun: dict[int, Save] = {}  # by sequence number: commits are heard of later
-        self._worker = Worker()  # jobs are done in the same order on all ranks
+        self._worker = Worker("stepkeeper-save")  # jobs are done in the same order on all ranks
         self._prepared = threading.Event()  # nothing is being prepared
         self._prepared.set()
         self._prepare_began = 0.0  # of the monotonic clock
@@ -209,7 +211,8 @@ class Saver:
 
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
-        self._planner.renew(group)
+        before = self._planner.renew(group)
+        self._worker.do(lambda: groups.close(before))  # nothing waits in it any more: that thread would
         say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
     def note_agreed(self, agreed: Proposal) -> None:

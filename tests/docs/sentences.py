@@ -1,7 +1,7 @@
-"""The sentences of a page, each with its line and its number of words.
+"""The sentences of a page, each with its line and its number of words; and the cells of its tables.
 
-Prose only: no code blocks, tables, comments, images or addresses of links.  A heading, a list item and a paragraph each
-end a sentence.  Code in a line is one word, as is a link that shows only code.
+Sentences are of prose only: no code blocks, tables, comments, images or addresses of links.  A heading, a list item
+and a paragraph each end a sentence.  Code in a line is one word, as is a link that shows only code.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ TAG = re.compile(r"</?[a-z][^<>]*>")
 ITEM = re.compile(r"^(?P<indent>[ \t]*)(?:[-*+]|\d+[.)])[ \t]+(?=\S)")
 HEADING = re.compile(r"^#{1,6}[ \t]")
 TABLE = re.compile(r"^[ \t]*\|")
+BAR = re.compile(r"(?<!\\)\|")  # between cells
 MARKER = re.compile(r"^[ \t]*(?:!!!|\?\?\?\+?|:::|-{3,}|\*{3,}|={3,})(?:[ \t]|$).*")  # admonitions, rules, mkdocstrings
 QUOTE = re.compile(r"^[ \t]*>[ \t]?")
 
@@ -39,6 +40,27 @@ class Sentence(NamedTuple):
     line: int
     words: int
     text: str
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its line, its numbers of words and sentences, and the text that is shown."""
+
+    line: int
+    words: int
+    sentences: int
+    text: str
+
+
+def cells(page: str) -> list[Cell]:
+    """Return the cells of all tables of a Markdown page in their order."""
+    found = []
+    for number, line in enumerate(COMMENT.sub(_blank, FENCE.sub(_blank, page)).split("\n"), 1):
+        if TABLE.match(line):
+            for cell in BAR.split(line.strip())[1:-1]:
+                plain = _plain(cell).strip()
+                shown = LINK.sub(r"\1", IMAGE.sub("", cell)).replace("`", "").replace("\\|", "|")
+                found.append(Cell(number, len(WORD.findall(plain)), len([*_ends(plain)]) + 1, " ".join(shown.split())))
+    return found
 
 
 def sentences(page: str) -> list[Sentence]:

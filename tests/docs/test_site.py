@@ -80,6 +80,21 @@ def test_drawings_are_read_on_a_telephone_and_on_a_desk(built: Path, tmp_path: P
             assert seen.run("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_no_page_is_wider_than_a_telephone(built: Path, tmp_path: Path) -> None:
+    """What is wider, a table or code, scrolls by itself."""
+    browser.need()
+    pages = [page for page in built.rglob("*.html") if page.name != "404.html"]  # its links want a server
+    with Browser(tmp_path / "profile") as seen:
+        seen.look(390, 844, "light")
+        wide = []
+        for page in pages:
+            seen.open(page.as_uri())
+            if not seen.run("document.documentElement.scrollWidth <= innerWidth"):
+                wide.append(page.name)
+    assert len(pages) > 60
+    assert wide == []
+
+
 def test_the_site_follows_the_system_into_the_dark(built: Path, tmp_path: Path) -> None:
     """Also on a second visit: what the first one found is not kept."""
     browser.need()

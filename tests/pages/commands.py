@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepkeeper.cli.main import parser
-from tests.pages.tables import MADE
+from tests.pages.tables import MADE, linked
+
+SETTING = "setting "  # how the names of settings begin among the destinations of options
+DEFAULT = re.compile(r" \(default: [^()]*\)$")
 
 HEAD = """# Commands
 
 {made}
 
-`stepkeeper COMMAND --help` prints the same.  RUN is a run directory, or the number of any job that has worked on the
-run.  The run in this directory is the working directory if that is a run directory.  Otherwise it is
-`STEPKEEPER_RUN_DIR`, or else the newest one below `runs/`.
+`stepkeeper COMMAND --help` prints the same, with the whole text of each setting.
+
+RUN is a run directory, or the number of any job that has worked on the run.  The run in this directory is the working
+directory if that is a run directory.  Otherwise it is `STEPKEEPER_RUN_DIR`, or else the newest one below `runs/`.
 
 Reading commands take `--json`.  Exit codes are in [exit codes](exit-codes.md), settings in
-[configuration](configuration.md).
+[configuration](configuration.md).  An option that is a link is a setting: the link leads to all that it does.
 
 """
 
@@ -43,6 +48,8 @@ def _section(command: argparse.ArgumentParser, summary: str) -> str:
     rows = [row for action in command._actions if (row := _row(action, command.prog))]
     if rows:
         lines += ["", "| argument | what it does |", "|---|---|", *rows]
+    if command.epilog and "xit codes" not in command.epilog:  # these have a page of their own
+        lines += ["", linked(_text(command.epilog, {"prog": command.prog}))]
     return "\n".join(lines)
 
 
@@ -54,11 +61,28 @@ def _row(action: argparse.Action, prog: str) -> str:
         value = "|".join(map(str, action.choices)) if action.choices else action.dest.upper()
     if isinstance(value, tuple):
         value = " ".join(value)
+    text = _text(action.help or "", {**vars(action), "prog": prog})
     names = [f"{name} {value}".strip() for name in action.option_strings] or [value]
     if not action.option_strings and action.nargs in {"*", "+"}:
         names = [f"{value} ..."]
     shown = ", ".join(f"`{name}`".replace("|", "\\|") for name in names)
-    return f"| {shown} | {_text(action.help or '', {**vars(action), 'prog': prog})} |"
+    if key := _setting(action):
+        shown = f"[{shown}](configuration.md#{key.replace('.', '')})"
+        text = _first_sentence(text)
+    return f"| {shown} | {linked(text)} |"
+
+
+def _setting(action: argparse.Action) -> str:
+    """Return the key of the setting that an option sets, if it sets one."""
+    return action.dest.removeprefix(SETTING) if action.dest.startswith(SETTING) else ""
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a help text, and its default."""
+    default = DEFAULT.search(text)
+    return re.split(r"\. (?=[A-Z`0-9])", text.removesuffix(default[0]) if default else text)[0] + (
+        default[0] if default else ""
+    )
 
 
 def _text(text: str, values: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepkeeper.config.settings import GROUP, SETTINGS, Setting
 from stepkeeper.config.values import shown
-from tests.pages.tables import MADE
+from tests.pages.tables import MADE, linked
 
 _LEAD = """
 `stepkeeper run --print-config` shows every setting with its value, its unit and where it came from (`--json` for
@@ -50,6 +50,11 @@ policy.failures_max = 3
 ```
 
 `locked = ["free_gib_min"]` locks what the file says outside `[locked]`, or the default.  It stands above all tables.
+
+## How to read the entries
+
+Each entry begins with its option, its variable, what is allowed, and the default.  A setting without an option is
+set by `--set KEY=VALUE`.
 """.strip()
 
 _NO_SETTINGS = """
@@ -101,15 +106,14 @@ def page() -> str:
     """Return the page."""
     out = ["# Configuration", "", MADE, "", _LEAD, ""]
     for topic, keys in TOPICS.items():
-        out += [f"## {topic}", "", *_rows([SETTINGS[key] for key in keys]), ""]
+        out += [f"## {topic}", ""]
+        for key in keys:
+            out += _section(SETTINGS[key])
     return "\n".join([*out, "## What sets nothing", "", _NO_SETTINGS, ""])
 
 
-def _rows(settings: list[Setting]) -> list[str]:
-    rows = ["| key | default | allowed | option, variable | what it is for |", "|---|---|---|---|---|"]
-    for setting in settings:
-        names = ", ".join(f"`{name}`" for name in (setting.flag, setting.variable) if name)
-        default = f"`{shown(setting.default)}`" if setting.default is not None else shown(None)
-        text = setting.help.replace("|", "\\|")
-        rows.append(f"| `{setting.key}` | {default} | {setting.wanted} | {names} | {text} |")
-    return rows
+def _section(setting: Setting) -> list[str]:
+    default = f"`{shown(setting.default)}`" if setting.default is not None else shown(None)
+    names = [f"`{name}`" for name in (setting.flag, setting.variable) if name]
+    facts = " · ".join([*names, setting.wanted, f"default: {default}"])
+    return [f"### `{setting.key}`", "", facts, "", linked(setting.help), ""]

@@ -176,11 +176,9 @@ def page() -> str:
     """Return the page."""
     table = rules.load()
     out = ["# Why a launch failed", "", MADE, "", LEAD.strip(), "", "## Causes", ""]
-    out += _table(
-        ("cause", "what happened", "what to do", "how to confirm"),
-        [(f"`{cause.value}`", *_meaning(table.meanings[cause])) for cause in Cause],
-    )
-    out += ["", "## Training that hangs", "", HANG.strip()]
+    for cause in Cause:
+        out += _cause(cause, table.meanings[cause])
+    out += ["## Training that hangs", "", HANG.strip()]
     out += ["", "## The recovery ladder", "", LADDER.strip(), ""]
     rows = [cause for cause in Cause if hasattr(Policy, f"on_{cause.value}")]
     out += _table(("cause", "first, second, ... failure", "setting"), [(f"`{c.value}`", *_row(c)) for c in rows])
@@ -207,8 +205,12 @@ def page() -> str:
     return "\n".join([*out, ""])
 
 
-def _meaning(meaning: rules.Meaning) -> tuple[str, str, str]:
-    return meaning.happened, meaning.todo, "; ".join(f"`{command}`" for command in meaning.confirm)
+def _cause(cause: Cause, meaning: rules.Meaning) -> list[str]:
+    commands = [f"- `{command}`" for command in meaning.confirm]
+    return [
+        f"### `{cause.value}`", "", meaning.happened, "", f"**What to do:** {meaning.todo}", "",
+        "**To confirm:**", "", *commands, "",
+    ]  # fmt: skip
 
 
 def _row(cause: Cause) -> tuple[str, str]:

@@ -173,13 +173,13 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--to",
         choices=(SAFETENSORS, *TARGETS),
         default=SAFETENSORS,
-        help="safetensors (default): from a step directory or a DCP directory; torch: the same into one file of "
-        "torch.save; dcp: from safetensors; universal: from a ZeRO checkpoint, by DeepSpeed's own tool",
+        help="safetensors (default), or torch: one file of torch.save, from a step directory or DCP; dcp: from "
+        "safetensors; universal: by DeepSpeed, from a ZeRO checkpoint",
     )
     command.add_argument(
         "--prefix",
-        help=f"export the tensors whose names begin so, without it (default {export.PREFIX}, or none where nothing "
-        "begins so); --to dcp: put it before the names (default: nothing)",
+        help=f"export only tensors with this prefix, and strip it (default {export.PREFIX}, if any name has it); "
+        "--to dcp: add it to the names (default: none)",
     )
     command.add_argument(
         "--names",
@@ -218,8 +218,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--keep-tied",
         action="store_true",
-        help="write a tensor that the model has under several names under each of them; default: under the first, "
-        "as model hubs have it",
+        help="write a tied tensor under each of its names; default: under the first, as model hubs have it",
     )
     command.add_argument("--dry-run", action="store_true", help="show what would be written")
     command.add_argument("--json", action="store_true", help="one JSON document")

@@ -170,6 +170,8 @@ OF_CHOICES = ("nodes", "days", "failures", "spares", "interval_s")  # of a world
 
 def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
+    defaults = World()
+    known = ", ".join(f"{key}={getattr(defaults, key):g}" for key in World.__struct_fields__ if key not in OF_CHOICES)
     command = actions.add_parser(
         "simulate",
         help="play a scenario, or months of a large run",
@@ -177,8 +179,8 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(docs/simulate.md has the format).  Without: simulate months of a run whose nodes fail at a published "
         "rate.  For each choice of interval and spares, print which share of the time becomes progress (ETTR).  Also "
         "print where the rest goes.  The world is simulated.  The real rules decide what is done.",
+        epilog=f"Keys of --world with their defaults, in seconds: `{known}`.",
     )
-    defaults = World()
     command.add_argument("files", nargs="*", metavar="FILE", type=Path, help="scenarios to play instead")
     command.add_argument("--nodes", type=int, default=defaults.nodes, metavar="N", help="of a launch (%(default)s)")
     command.add_argument("--days", type=float, default=defaults.days, metavar="D", help="to simulate (%(default)g)")
@@ -191,9 +193,8 @@ def _add_simulate(actions: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument("--save-every", default="30min", metavar="T[,T...]", help="intervals to try (%(default)s)")
     command.add_argument("--spares", default="0,16", metavar="N[,N...]", help="spare nodes to try (%(default)s)")
-    known = ", ".join(f"{key}={getattr(defaults, key):g}" for key in World.__struct_fields__ if key not in OF_CHOICES)
     command.add_argument(
-        "--world", metavar="KEY=VALUE", action="append", default=[], help=f"another world, in seconds: {known}"
+        "--world", metavar="KEY=VALUE", action="append", default=[], help="another world; the keys stand below"
     )
     command.add_argument("--policy", metavar="KEY=VALUE", action="append", default=[], help="such as failures_max=5")
     command.add_argument("--runs", type=int, default=RUNS, metavar="N", help="simulated runs a choice (%(default)s)")

@@ -51,8 +51,8 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--web",
         action="store_true",
-        help="show the run as a page in a browser, which stays up to date; it prints the URL, and how to open it from "
-        "another computer (docs/report.md)",
+        help="show the run in a browser, up to date (docs/report.md); prints the URL, and how to open it from "
+        "another computer",
     )
     where = command.add_mutually_exclusive_group()
     where.add_argument(

@@ -52,33 +52,35 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What a user decides about a run."""
 
     run_dir: Annotated[str, About(metavar="DIR", in_run_directory=False)] = paths.DEFAULT_PATTERN
-    """The run directory, on shared storage; `%j %A %a %x %u` as in sbatch; a relative one lies below the submit
-    directory."""
+    """The run directory, on shared storage.  It may contain `%j %A %a %x %u` as in sbatch.  A relative one lies
+    below the submit directory."""
 
     torchrun: Annotated[bool, About()] = False
     """Start one torchrun a node, with c10d rendezvous."""
 
     resume_argument: Annotated[bool | None, About()] = None
     """Append `--resume-from DIR` to CMD on a resume, if CMD does not contain `{resume}`.  If not set: only if the
-    script declares that option and does not use the trainer library, which reads `STEPKEEPER_RESUME_FROM`."""
+    script declares that option and does not use the trainer library.  The library reads
+    `STEPKEEPER_RESUME_FROM`."""
 
     tasks_per_node: Annotated[
         int | None,
         # STEPKEEPER_TASKS_PER_NODE is what the ranks get
         About(unit="ranks a node", metavar="N", least=1, most=COUNT_MAX, has_variable=False),
     ] = None
-    """Ranks on a node.  If not set: one for each GPU, otherwise the job's `--ntasks-per-node`, otherwise its `--ntasks`
-    if Slurm gives each node the same number of these, otherwise 1."""
+    """Ranks on a node.  If not set: one for each GPU, otherwise the job's `--ntasks-per-node`.  If the job has
+    none: its `--ntasks`, if Slurm gives each node the same number of these, otherwise 1."""
 
     spares: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
     """Nodes of the allocation that stay unused until another node fails."""
 
     min_nodes: Annotated[int, About(unit="nodes", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """If nodes fail, a launch may shrink to this number of nodes before the job is requeued; 0: it never shrinks."""
+    """If nodes fail, a launch may shrink to this number of nodes before the job is requeued.  0: it never
+    shrinks."""
 
     micro_batches: Annotated[int, About(unit="micro-batches", metavar="N", least=0, most=COUNT_MAX)] = 0
-    """Micro-batches of one optimizer step, over all ranks.  A launch has only so many nodes that its ranks share them
-    evenly, so a smaller world takes the same steps; 0: any number of nodes."""
+    """Micro-batches of one optimizer step, over all ranks.  A launch has only as many nodes as share them evenly,
+    so a smaller world takes the same steps.  0: any number of nodes."""
 
     free_gib_min: Annotated[float, About(unit="GiB", metavar="GIB", least=0, most=1e9)] = 1.0
     """Free space that the run directory's storage must have before each launch."""
@@ -91,25 +93,25 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `logs/attempt-000/supervisor.jsonl` in the run directory always has JSON lines (docs/log.md)."""
 
     same_code: Annotated[bool, About()] = False
-    """Refuse to resume if the code (git commit, uncommitted changes, scripts) differs from that of the attempt before.
-    By default the log only reports the difference."""
+    """Refuse to resume if the code differs from that of the attempt before.  The code is the git commit,
+    uncommitted changes and scripts.  By default the log only reports the difference."""
 
     checkpoint_every: Annotated[str | None, About(metavar="RULE")] = None
-    """How often the ranks save; it overrides the script: `500 steps`, `30 min`, `auto` (computed from measured costs),
-    `never`, or several joined by `or`."""
+    """How often the ranks save; it overrides the script.  It is `500 steps`, `30 min`, `auto` (computed from
+    measured costs), `never`, or several joined by `or`."""
 
     retention: Annotated[str | None, About(metavar="POLICY")] = None
-    """Which steps are kept; it overrides the script: `all`, or some of `newest 3`, `every 1000 steps`, `every 10
-    percent`, `epoch ends`, `best loss 2`, separated by commas (docs/retention.md)."""
+    """Which steps are kept; it overrides the script.  It is `all`, or some of these, separated by commas: `newest
+    3`, `every 1000 steps`, `every 10 percent`, `epoch ends`, `best loss 2` (docs/retention.md)."""
 
     confirm_every: Annotated[int | None, About(unit="steps", metavar="N", least=1, most=COUNT_MAX)] = None
-    """Find silent data corruption (SDC): every N steps the ranks compute the first micro-batch twice and compare the
-    results bit for bit, if the script calls `manager.confirm()`.  If a rank differs, its node is not used any more, and
-    the training goes back to the newest confirmed step (docs/trainer-api.md)."""
+    """Find silent data corruption (SDC) every N steps, if the script calls `manager.confirm()`.  The ranks compute
+    the first micro-batch twice and compare the results bit for bit.  If a rank differs, its node is not used any
+    more.  The training goes back to the newest confirmed step (docs/trainer-api.md)."""
 
     local_tier: Annotated[str | None, About(metavar="DIR")] = None
-    """A directory on each node's own disk (`%N` is the node's name).  Steps are written there first, and copied to the
-    run directory while the training continues (docs/tiers.md)."""
+    """A directory on each node's own disk (`%N` is the node's name).  Steps are written there first, and copied to
+    the run directory while the training continues (docs/tiers.md)."""
 
     cold_tier: Annotated[str | None, About(metavar="URL")] = None
     """A directory or the URL of an object store, for this run alone (`s3://bucket/my-run`).  Steps are copied there
@@ -125,27 +127,29 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How many of the newest steps stay in the cold tier.  If not set: all."""
 
     peer_copies: Annotated[bool, About()] = False
-    """The next node keeps a copy of each node's files of the local tier and of its snapshots in memory, so a lost node
-    loses none of them."""
+    """The next node keeps a copy of each node's files, so a lost node loses none of them.  These are the files of
+    the local tier and of the snapshots in memory."""
 
     peer_interface: Annotated[str | None, About(metavar="NAME")] = None
     """The network interface of each node (`ib0`) for peer copies.  If not set: the one by which a node reaches the
     first node."""
 
     snapshot_every: Annotated[str | None, About(metavar="RULE")] = None
-    """How often a step is also kept in the nodes' memory, for a relaunch in the same allocation: `5 steps` or `30 s`
-    (docs/tiers.md).  By default never."""
+    """How often a step is also kept in the nodes' memory, for a relaunch in the same allocation.  For example `5
+    steps` or `30 s` (docs/tiers.md).  By default never."""
 
     snapshot_dir: Annotated[str | None, About(metavar="DIR", has_flag=False)] = None
     """A directory in each node's memory for snapshots.  If not set: `/dev/shm`."""
 
     slurm_client: Annotated[str, About(metavar="commands|pyslurm[:PYTHON]", has_flag=False)] = "commands"
-    """How Stepkeeper talks to Slurm: by its commands (`commands`), or by `pyslurm` if it is installed and reports the
-    same.  `pyslurm:PYTHON` names the interpreter that has it, if Stepkeeper's own has not."""
+    """How Stepkeeper talks to Slurm: by its commands (`commands`), or by `pyslurm`.  It uses `pyslurm` only if that
+    is installed and reports the same.  `pyslurm:PYTHON` names the interpreter that has it, if Stepkeeper's own has
+    not."""
 
     notify_command: Annotated[str | None, About(metavar="COMMAND")] = None
-    """A shell command that runs if the run has stopped and needs a person.  It gets `STEPKEEPER_REASON`,
-    `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and `STEPKEEPER_JOB_ID` in its environment."""
+    """A shell command that runs if the run has stopped and needs a person.  Its environment has
+    `STEPKEEPER_REASON`, `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and
+    `STEPKEEPER_JOB_ID`."""
 
     warm_standby: Annotated[bool, About()] = False
     """Keep a second process for each rank, which has imported torch and waits.  A relaunch in the allocation uses it
@@ -157,14 +161,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     verify_mib_per_s: Annotated[float, About(unit="MiB/s", metavar="MIB/S", least=0, most=1e6)] = 0.0
     """Speed limit of each node's verification of step directories; 0: no limit.  Nodes share the work on a step
-    directory if it has 1 GiB or more, or if one node would read it for 4 s or more."""
+    directory if it has 1 GiB or more.  They also share it if one node would read it for 4 s or more."""
 
     metrics_textfile: Annotated[str | None, About(metavar="DIR")] = None
     """A directory for metrics of Prometheus, which node_exporter's textfile collector reads (docs/metrics.md)."""
 
     metrics_port: Annotated[str | None, About(metavar="[ADDRESS:]PORT", takes_number=True)] = None
-    """Serve the metrics over HTTP, at /metrics.  PORT alone listens on this node only (loopback); ADDRESS:PORT listens
-    on that address.  0: any free port, which the log names."""
+    """Serve the metrics over HTTP, at /metrics.  PORT alone listens on this node only (loopback); ADDRESS:PORT
+    listens on that address.  0: any free port, which the log names."""
 
     framework: Annotated[str, About(metavar="NAME")] = "auto"
     """The framework of a training script that does not use the trainer library.  Its checkpoints are verified, chosen
@@ -176,13 +180,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     script."""
 
     attach: Annotated[str, About(metavar="off|auto|NAME", choices=ATTACH)] = "off"
-    """Have an unmodified script of another framework save its own checkpoint on a notice, and resume from the chosen
-    one if its own call names none (docs/frameworks.md).  `auto`: in any known framework; NAME: only in that one."""
+    """Have an unmodified script of another framework save its own checkpoint on a notice (docs/frameworks.md).  It
+    also resumes from the chosen checkpoint if its own call names none.  `auto`: in any known framework; NAME: only
+    in that one."""
 
     repair_pointers: Annotated[bool, About()] = False
-    """DeepSpeed and Megatron find their checkpoint by a pointer file (`latest`, the tracker).  Before each launch, have
-    it name the checkpoint that the launch resumes from (docs/frameworks.md).  No other file of the framework is
-    changed."""
+    """Before each launch, have the pointer file of DeepSpeed or Megatron name the checkpoint that the launch
+    resumes from (docs/frameworks.md).  These frameworks find their checkpoint by that file (`latest`, the tracker).
+    No other file of the framework is changed."""
 
     policy: Policy = Policy()
 

@@ -256,38 +256,38 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time between the end of a save and the moment at which Slurm kills the job.  The requeue needs it."""
 
     stop_signal: str = "TERM"
-    """The signal by which a script without the trainer library saves and ends: TERM, INT, HUP, QUIT, USR1 or USR2.  Its
-    ranks get it at a notice, before the time limit and at `stepkeeper stop`.  They get SIGKILL only when the time is
-    over."""
+    """The signal by which a script without the trainer library saves and ends.  It is TERM, INT, HUP, QUIT, USR1 or
+    USR2.  Its ranks get it at a notice, before the time limit and at `stepkeeper stop`.  They get SIGKILL only when
+    the time is over."""
 
     time_limit_margin: float = 0.0
-    """Save and exit this many seconds before the job's time limit, with or without a signal.  0: as long as the run's
-    saves take, at least 60 s, at most a fifth of the attempt."""
+    """Save and exit this many seconds before the job's time limit, with or without a signal.  0: as long as the
+    run's saves take, at least 60 s, at most a fifth of the attempt."""
 
     leave_within_s: float = 15.0
     """Time limit from the commit (or the end of training) to the exit of the last rank."""
 
     read_back: str = "off"
-    """Verify saves while the training continues, past the page cache, and if possible on another node than wrote them:
-    off, newest (one at a time, always the newest), all."""
+    """Verify saves while the training continues, past the page cache.  If possible, a node verifies them that did
+    not write them.  `newest`: one at a time, always the newest.  `all`: every save.  `off`: none."""
 
     failures_max: int = 3
     """The run stops after this many failed launches without a newly verified step in between."""
 
     exclude_lost_for_s: float = 900.0
-    """A lost node is given back before a requeue, and excluded from the job for this time, because Slurm may not have
-    noticed yet.  Choose more than the site's `SlurmdTimeout`.  The exclusion ends with the job's next requeue after
-    that time."""
+    """A lost node is given back before a requeue, and excluded from the job for this time.  Slurm may not have
+    noticed the loss yet.  Choose more than the site's `SlurmdTimeout`.  The exclusion ends with the job's next
+    requeue after that time."""
 
     grow_back: str = "launch"
-    """How a launch with fewer nodes than wanted grows again.  launch: a node that only failed its check is checked
-    again, and used again from the next launch on.  checkpoint: also right after a checkpoint; and the job is requeued
-    once enough similar nodes have been idle for a while.  off: no node returns."""
+    """How a launch with fewer nodes than wanted grows again.  `off`: no node returns.  `launch`: a node that only
+    failed its check is checked again, and used again from the next launch on.  `checkpoint`: also right after a
+    checkpoint.  Then the job is also requeued once enough similar nodes have been idle for a while."""
 
     grow_idle_s: float = 600.0
-    """How long other nodes must have been idle before the job is requeued to get them.  A node that failed its check
-    also waits this long for the next check, then twice as long, and so on.  Slurm is asked for idle nodes every half of
-    this time, and only while nodes are missing."""
+    """How long other nodes must have been idle before the job is requeued to get them.  A node that failed its
+    check waits this long for the next check, then twice as long, and so on.  Slurm is asked for idle nodes every
+    half of this time, and only while nodes are missing."""
 
     hang_watch: bool = True
     """Detect training that has stopped making progress, by its own step times."""
@@ -297,28 +297,29 @@ class Policy(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     if no rank does anything.  Seconds are enough if one rank is stopped or only sleeps, and all others wait."""
 
     hang_most_s: float = 3600.0
-    """A longer silence is checked in any case, also before the run has its first statistics.  A start counts as silent
-    if the trainer library's first message takes ten times as long as in any earlier launch of the run."""
+    """A longer silence is checked in any case, also before the run has its first statistics.  A start may count as
+    silent too.  It does if the trainer library's first message takes ten times as long as in any earlier launch."""
 
     loss_not_finite: str = "rollback"
-    """What follows if the loss stays NaN or infinite: `off`, `report` (a line in the log) or `rollback`.  A rollback
-    ends the launch; the next one resumes from the verified step before it, as `on_numerical` says."""
+    """What follows if the loss stays NaN or infinite: `off`, `report` (a line in the log) or `rollback`.  A
+    rollback ends the launch; the next one resumes from the verified step before it, as `on_numerical` says."""
 
     loss_spike: str = "report"
     """The same for a loss that jumps and stays high, also after a resume."""
 
     skip_data_steps: int = 0
-    """After a rollback because of a wrong loss: leave out the data of this many steps from that step on (the sampler
-    must be a GlobalSampler, or have its `skip`).  0: leave out nothing."""
+    """After a rollback because of a wrong loss: leave out the data of this many steps from that step on.  The
+    sampler must be a GlobalSampler, or have its `skip`.  0: leave out nothing."""
 
     slow_node: str = "report"
-    """What follows if the ranks of a node take longer for a step than those of other nodes, which wait for them:
-    `report` (log, metrics, run report) or `replace` (by a spare of the allocation, if there is one, after the next
-    checkpoint)."""
+    """What follows if the ranks of a node take longer for a step than those of other nodes.  The others wait for
+    them.  `report`: log, metrics, run report.  `replace`: by a spare of the allocation, if there is one, after the
+    next checkpoint."""
 
     on_exception: str = "relaunch, stop"
-    """The actions for the first, the second, ... failure in the same way, if the program raised an error: relaunch,
-    leave (the node), rollback (to an older verified step), requeue, stop; `relaunch after 30 s` waits."""
+    """The actions for the first, the second, ... failure in the same way, if the program raised an error.  They are
+    relaunch, leave (the node), rollback (to an older verified step), requeue and stop.  `relaunch after 30 s`
+    waits."""
 
     on_numerical: str = "rollback, stop"
     """The same if the training went numerically wrong."""

@@ -93,6 +93,7 @@ def test_a_rank_that_stands_still_for_too_long_costs_one_save(tmp_path: Path, ra
     assert ended.stopped == [rank], ended.said
     assert ended.codes == [0, 0], ended.said
     assert re.search(r"save_failed step=3 ", ended.said), ended.said
+    assert ("save_group_renewed" in ended.said) == (point == "made"), ended.said
     assert "step_00000003" not in committed(ended)
     assert check_disk(story, ended) == "step_00000030"
     assert len(committed(ended)) >= 2

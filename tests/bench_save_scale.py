@@ -366,11 +366,11 @@ def agree(rank: int, ranks: int, directory: Path) -> Figures:
     for _ in range(STEPS):
         time.sleep(STEP_S)
         at = time.thread_time()
-        agreement.read(Proposal())
+        agreement.read(Proposal)
         agreement.issue(Proposal())
         own.append(time.thread_time() - at)
     used = time.process_time() - used
-    agreement.read(Proposal())
+    agreement.read(Proposal)
     waits: list[float] = []
     for _ in range(STEPS):
         at = time.perf_counter()

@@ -564,7 +564,7 @@ def test_a_late_copy_of_a_request_is_no_second_request() -> None:
         def ask(request_id: int) -> None:
             sock.sendto(messages.encode(messages.SaveRequest(request_id=request_id, stop=False)), address)
             requests.receive()
-            requests.agree(Agreement(None, within_s=1.0).read(requests.propose(Proposal())))
+            requests.agree(Agreement(None, within_s=1.0).read(lambda: requests.propose(Proposal())))
 
         ask(4)
         assert requests.save_agreed

@@ -558,7 +558,7 @@ class CheckpointManager:
     def _listen(self) -> Proposal:
         self._link.flush()
         self._requests.receive()
-        agreed = self._agreement.read(self._proposal())
+        agreed = self._agreement.read(self._proposal)
         self._requests.agree(agreed)
         self._ready().note_agreed(agreed)
         self._periodic.note_agreed(agreed)

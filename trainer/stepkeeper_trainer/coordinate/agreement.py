@@ -15,7 +15,7 @@ from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from stepkeeper_trainer.errors import LateError, RankEndedError, StepkeeperError
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PAYLOAD = 12  # numbers in a message, behind the calls
 LOOK_EVERY = timedelta(seconds=1)  # a wait returns to Python so often: its signal handlers run
@@ -80,20 +80,11 @@ CALLS = 2 * len(Call)
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a rank says, until it is what all say: it is reduced in place."""
+    """What a rank says, until it is what all say."""
 
     call: Call
-    numbers: array[int]
     started: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """Torch's work, or why there is none."""
-
-    def start(self, group: Any) -> None:
-        """Begin to reduce it; nobody waits."""
-        try:
-            tensor = torch.frombuffer(self.numbers, dtype=torch.int64)
-            self.started.put(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        except Exception as error:  # noqa: BLE001  # the main thread raises it
-            self.started.put(error)
+    """The numbers that are reduced in place, and torch's work; or why there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +158,8 @@ class Agreement:
         self._left: object = None
         self._usual: tuple[array[int], Proposal] | None = None  # what was read last: most steps say the same
 
-    def read(self, own: Proposal, *, within_s: float | None = None) -> Proposal:
-        """Return what all ranks said at the boundary before; alone, what this one says now.
+    def read(self, own: Callable[[], Proposal], *, within_s: float | None = None) -> Proposal:
+        """Return what all ranks said at the boundary before; alone, what this one says now: its `own`.
 
         Raises:
             UsageError: another rank has called another method there.
@@ -176,7 +167,7 @@ class Agreement:
             RankEndedError: another rank ended.
         """
         if self.group is None:
-            return own
+            return own()
         if self._pending is None:
             return Proposal()
         pending, self._pending = self._pending, None
@@ -191,12 +182,12 @@ class Agreement:
         if self.group is None:
             return
         assert self._pending is None, "the answer before was not read"
-        self._pending = self._send(call, own.pack())
+        self._pending = self._send(call, own.pack)
 
     def leave(self, own: Proposal) -> None:
         """Say a last word in place of the next one, whether or not the one before was read; nobody waits."""
         if self.group is not None:
-            self._left = self._pending, self._send(Call.STEP, own.pack())  # what is on its way must stay
+            self._left = self._pending, self._send(Call.STEP, own.pack)  # what is on its way must stay
             self._pending = None
 
     def settle(self, call: Call, values: Sequence[int], *, within_s: float | None = None) -> list[int]:
@@ -209,7 +200,7 @@ class Agreement:
         """
         if self.group is None:
             return list(values)
-        numbers = self._receive(self._send(call, values), self.within_s if within_s is None else within_s)
+        numbers = self._receive(self._send(call, lambda: values), self.within_s if within_s is None else within_s)
         self._check_calls(numbers)
         return list(numbers[CALLS : CALLS + len(values)])
 
@@ -263,19 +254,30 @@ class Agreement:
         if group is not None and dist.is_initialized():
             groups.close(group)
 
-    def _send(self, call: Call, values: Sequence[int]) -> Message:
-        """Begin to reduce a message: for each method the highest and the lowest rank that is in it, then the values."""
+    def _send(self, call: Call, pack: Callable[[], Sequence[int]]) -> Message:
+        """Begin to reduce a message; nobody waits."""
         self._count += 1
-        numbers = array("q", bytes(8 * (CALLS + PAYLOAD)))
-        numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
-        numbers[CALLS : CALLS + len(values)] = array("q", values)
-        message = Message(call, numbers)
-        self._starter.do(partial(message.start, self.group))
+        message = Message(call)
+        self._starter.do(partial(self._start, message, pack, self.group))
         return message
+
+    def _start(self, message: Message, pack: Callable[[], Sequence[int]], group: Any) -> None:
+        """Say for each method the highest and the lowest rank that is in it, then the values."""
+        try:
+            values = array("q", pack())
+            numbers = array("q", bytes(8 * (CALLS + PAYLOAD)))
+            call = message.call
+            numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
+            numbers[CALLS : CALLS + len(values)] = values
+            tensor = torch.frombuffer(numbers, dtype=torch.int64)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            message.started.put((numbers, work))
+        except Exception as error:  # noqa: BLE001  # the main thread raises it
+            message.started.put((None, error))
 
     def _receive(self, message: Message, within_s: float) -> array[int]:
         limit_at = time.monotonic() + within_s
-        work = message.started.get(timeout=STARTED_WITHIN_S)
+        numbers, work = message.started.get(timeout=STARTED_WITHIN_S)
         if isinstance(work, RuntimeError):
             raise _ended(message.call, work) from work
         if isinstance(work, Exception):
@@ -286,7 +288,7 @@ class Agreement:
                     f"{self._missing()} did not come to {message.call.method} within {within_s:.0f} s: "
                     "look at what they do (their stacks), and at whether each rank does as many steps"
                 )
-        return message.numbers
+        return cast("array[int]", numbers)
 
     def _check_calls(self, numbers: array[int]) -> None:
         """Raise where ranks are in different methods; all of them see the same numbers."""

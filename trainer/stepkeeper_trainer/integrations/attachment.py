@@ -263,7 +263,7 @@ class Attachment:
         requests.receive()
         if not requests.stop_agreed:
             agreed = self._agreement.read(
-                self._proposal(requests), within_s=EVALUATION_WITHIN_S if evaluation else None
+                lambda: self._proposal(requests), within_s=EVALUATION_WITHIN_S if evaluation else None
             )
             if agreed.broken:
                 self.withdraw("the attachment of another rank has withdrawn")

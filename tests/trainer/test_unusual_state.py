@@ -39,6 +39,19 @@ AT_RESUME = {
 }
 
 
+def test_a_buffer_that_grows_on_each_rank_is_saved_while_training_waits(tmp_path: Path) -> None:
+    """Three saves find values under new names that differ; from then on each save holds training until it counts."""
+    [ended] = play(
+        [Play(scene="a_buffer_to_which_each_rank_appends", run_dir=str(tmp_path / "run"), steps=40, every=4)]
+    )
+
+    assert ended.codes == [0, 0], ended.said
+    assert "save_holds_training" in ended.said
+    committed = [int(step) for step in re.findall(r" committed step=(\d+)", ended.said)]
+    assert len(committed) >= 4, ended.said
+    assert committed[0] < 30, ended.said
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict, defaultdict
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ REFUSED: dict[str, Callable[[int, int], Scene]] = {}
 NOT_RESUMED: dict[str, Callable[[int, int], Scene]] = {}
 """Refused by name at the resume."""
 RANKS = {"a_model_on_some_ranks": 4}
+APPEND_EVERY_S = 0.1
 
 
 def exact(make: Callable[[int, int], Scene]) -> Callable[[int, int], Scene]:
@@ -142,6 +144,23 @@ class _Around(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return self.base.step(closure)
+
+
+@exact
+def a_buffer_to_which_each_rank_appends(rank: int, _: int) -> Scene:
+    """Each save has values under names that no save before had, and ranks hold different ones."""
+    model = _mlp(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    buffer: deque[Any] = deque(maxlen=1000)
+    box = Box(buffer)
+    fit = _train({"model": model, "optimizer": optimizer, "box": box}, model, optimizer)
+
+    def step() -> float:
+        time.sleep(APPEND_EVERY_S)  # longer than a save of it takes
+        box.value.append((np.full(3, len(box.value) + rank), np.zeros(2), 0.5 * rank))
+        return fit.step()
+
+    return Scene(state=fit.state, step=step)
 
 
 @exact

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.state import TrainingState
 
 
+HOLD_AFTER = 3  # saves in a row that came to nothing because values of new names differed
+HELD_TRIES = 3  # to save one step while training waits: its values do not change any more
 DIFFERENCES_MAX = 4  # times that ranks find out what differs, before a save that is waited for
 RANKS_REPORTED_MAX = 16
 MAKE_UP_MAX = 3  # times that the end of an epoch is saved anew: what fails for ever is not for every step
@@ -68,6 +70,8 @@ class Boundary:
         self._waits_said = -1  # sequence number of the save in flight that another was said to wait for
         self._epoch_save = 0  # sequence number of the save that marks an epoch's end, until it is made up
         self._made_up, self._making_up = 0, False
+        self._unequal = 0  # saves in a row that came to nothing because ranks held different values under new names
+        self._unequal_save = 0  # sequence number of the last of them
         self._metrics: dict[str, float] = {}  # the newest that the script has told, for the manifest
 
     @property
@@ -105,23 +109,20 @@ class Boundary:
         saver.report_if_stuck()
         if agreed.failed_save:
             self._make_up(agreed.failed_save)
+        self._count_unequal(agreed)
+        urgent = requests.stop_agreed or requests.deadline_at is not None
         if (agreed.divided or agreed.drifted) and not agreed.busy and not self._unsaid_save:
             self._periodic.due = self._periodic.due or agreed.failed_save == saver.save_sequence > 0
-            self._find_differences(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
-            if not requests.stop_agreed and requests.deadline_at is None:
-                return  # the save comes when what was found out is in force, and the memory for it is there
+            if self._unequal < HOLD_AFTER:
+                self._find_differences(drifted=agreed.drifted, limit_at=time.time() + self._save_within_s)
+                if not urgent:
+                    return  # the save comes when what was found out is in force, and the memory for it is there
         if not self.wanted:
             self._snapshot(agreed)
             return
         saver.give_way()
-        if not (requests.stop_agreed or requests.deadline_at is not None):
-            if agreed.held and not requests.save_agreed:
-                self._say_held()
-            elif agreed.busy or self._unsaid_save:
-                self._say_busy()
-            else:
-                self._renew(agreed.broken)
-                self._begin(self._state.collect, sequence=agreed.sequence + 1, ask_room=True)
+        if not urgent:
+            self._save_due(agreed)
             return
         in_flight = saver.last_save
         if in_flight is not None and in_flight.summary.step == self._state.counters.step:
@@ -131,6 +132,45 @@ class Boundary:
             self._take_over()
         # One that is over its limit on some rank is left to `finish`.
         self.begin_together(Call.BEGIN, limit_at=requests.limit_at(self._save_within_s), emergency=True)
+
+    def _save_due(self, agreed: Proposal) -> None:
+        """Begin a save that nobody waits for; where something stands in its way, it stays due."""
+        if agreed.held and not self._requests.save_agreed:
+            self._say_held()
+        elif agreed.busy or self._unsaid_save:
+            self._say_busy()
+        elif self._unequal >= HOLD_AFTER:
+            self._save_held()
+        else:
+            self._renew(agreed.broken)
+            self._begin(self._state.collect, sequence=agreed.sequence + 1, ask_room=True)
+
+    def _count_unequal(self, agreed: Proposal) -> None:
+        """Count saves in a row for which ranks held different values under new names; all ranks count alike."""
+        if agreed.committed > self._unequal_save:
+            self._unequal = 0
+        if (agreed.divided or agreed.drifted) and agreed.failed_save > self._unequal_save:
+            self._unequal, self._unequal_save = self._unequal + 1, agreed.failed_save
+
+    def _save_held(self) -> None:
+        """Save while training waits: the state gets values under new names faster than ranks can compare them.
+
+        A list that each rank appends its own values to is such a state.
+        """
+        warn(
+            "save_holds_training",
+            step=self._state.counters.step,
+            why="the state has values under new names at each save, and ranks hold different ones: "
+            "keep a buffer as one array for each field",
+        )
+        limit_at = time.time() + self._save_within_s
+        for _ in range(HELD_TRIES):
+            if not self.begin_together(Call.BEGIN, limit_at=limit_at):
+                return
+            failed = not self._saver.wait_shared(limit_at)
+            if not self.agreement.settle(Call.BEGIN, [int(failed)], within_s=self._save_within_s)[0]:
+                break
+        self._unequal, self._unequal_save = HOLD_AFTER - 1, self._saver.save_sequence  # the next one is tried as usual
 
     def _snapshot(self, agreed: Proposal) -> None:
         """Begin a snapshot if one is due, and nothing stands in its way; a save at the next boundary would."""

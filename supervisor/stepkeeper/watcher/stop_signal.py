@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from stepkeeper import wrapper
 from stepkeeper.core.policy import STOP_SIGNALS
 from stepkeeper.slurm.cmd import is_shell
 from stepkeeper.watcher.processes import RankSteps, rank_processes
@@ -103,12 +104,13 @@ def _read(pid: int, number: int) -> Process:
     with open(f"/proc/{pid}/environ", "rb") as file:
         variables = file.read().split(b"\0")
     bit = 1 << (number - 1)
+    stands_in = said["Name"] == wrapper.STAND_IN  # the rank itself is another process, and gets the signal
     return Process(
         pid=pid,
         parent=int(said["PPid"]),
         name=said["Name"],
-        caught=bool(int(said["SigCgt"], 16) & bit),
-        ignored=bool(int(said["SigIgn"], 16) & bit),
+        caught=bool(int(said["SigCgt"], 16) & bit) and not stands_in,
+        ignored=bool(int(said["SigIgn"], 16) & bit) or stands_in,
         marks=frozenset(mark for mark in _OF_RANKS if any(each.startswith(mark) for each in variables)),
     )
 

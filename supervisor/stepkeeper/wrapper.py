@@ -45,8 +45,11 @@ def main(argv: list[str]) -> int:
     for number in ABSORBED:
         signal.signal(number, signal.SIG_IGN)
     words = int(environment.pop("STEPKEEPER_STANDBY_WORDS", "0"))
+    prefix, rest = command[:words], command[words:]
+    if python := environment.pop("STEPKEEPER_STANDBY_PYTHON", ""):  # CMD is a script of it, such as torchrun
+        prefix, rest = [python], [found(command[0], environment), *command[1:]]
     standby = Standby(environment.pop("STEPKEEPER_STANDBY", ""), "SLURM_LOCALID", environment)
-    pid = standby.take(command[:words], command[words:], environment)
+    pid = standby.take(prefix, rest, environment)
     if not pid:
         pid = os.fork()
     if pid == 0:
@@ -259,6 +262,14 @@ def own_address(environment: Mapping[str, str], *names: str) -> str:
         # no packet is sent: the kernel says which of our addresses the batch host would see
         sock.connect((environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
         return str(sock.getsockname()[0])
+
+
+def found(name: str, environment: Mapping[str, str]) -> str:
+    """Return the path by which `exec` would start a program."""
+    if "/" in name:
+        return name
+    paths = (os.path.join(directory, name) for directory in os.get_exec_path(environment))
+    return next((path for path in paths if os.access(path, os.X_OK)), name)
 
 
 def become_rank(command: list[str], environment: dict[str, str]) -> None:

@@ -349,4 +349,4 @@ LONG = "#!/bin/sh\n'''exec' \"/a long/bin/python\" \"$0\" \"$@\"\n' '''"  # as p
     ],
 )
 def test_how_torchrun_starts_its_ranks(line: str, shebang: str, expected: list[str] | None) -> None:
-    assert cmd.torchrun_standby(shlex.split(line), shebang) == expected
+    assert cmd.torchrun_standby(shlex.split(line), cmd.python_of(shebang)) == expected

@@ -25,8 +25,9 @@ def left(training: Training) -> list[int]:
     return found
 
 
-def wait_ready(training: Training, times: int = 1) -> None:
-    training.until(lambda: training.output().count("standby_ready") >= times, f"standbys, {times} times")
+def wait_ready(training: Training, times: int = 1, *who: str) -> None:
+    what = ("standby_ready", *who)
+    training.until(lambda: min(map(training.output().count, what)) >= times, f"{what}, {times} times")
 
 
 @pytest.mark.campaign
@@ -66,14 +67,17 @@ def test_ranks_that_others_start_hand_over(lab: Lab, reference: Training, line: 
     training.run_args = ("--warm-standby", *options)
     training.submit()
     for times in (1, 2):
-        wait_ready(training, times)
+        wait_ready(training, times, *([] if line == "own srun" else ["standby_of_torchrun_ready"]))
         kill_rank(training)
-        training.until(lambda times=times: training.output().count("standby_taken") == times, "ranks that have waited")
+        told = f"standby_taken: launch={times} ranks=2"
+        training.until(lambda told=told: told in training.output(), "ranks that have waited")
     hurry(training)
     training.wait_end()
 
     assert "standby_refused" not in training.output()
     assert len(training.launches()) == 3, training.story()
+    warm = [record.event.warm for record in training.events(on.LaunchBegan)]
+    assert warm == ([] if line == "own srun" else [0, 2, 2]), "torchrun itself has waited too"
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert_complete(training, reference)
     training.until(lambda: not left(training), f"the end of {left(training)}")

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -71,6 +72,33 @@ def test_a_standby_becomes_what_python_would_have_been(site, module):
     assert warm["environment"]["RANK"] == "3"
     assert warm["environment"]["SET_BY_TORCH"] == "1"
     assert "STEPKEEPER_STANDBY" not in warm["environment"]
+
+
+def test_a_program_of_python_is_one_too(site):
+    """torchrun is a script with a shebang; the wrapper is told by which Python it runs."""
+    program = Path(site.script(f"#!{sys.executable}\n{TELL}")).rename(site.place / "elsewhere" / "torchrun")
+    program.chmod(0o755)
+    (program.parent / "beside.py").touch()
+    keeper = site.keeper()
+    told = []
+    for address in (site.address, ""):
+        process = site.start(
+            [sys.executable, "-I", "-S", site.program(wrapper), "--agent", "--", program.name, "--nnodes=1", "t.py"],
+            site.environment(
+                PATH=f"/nowhere:{program.parent}:{os.environ['PATH']}",
+                STEPKEEPER_STANDBY=address,
+                STEPKEEPER_STANDBY_PYTHON=sys.executable,
+            ),
+        )
+        out, err = process.communicate("given", timeout=WITHIN_S)
+        assert (process.returncode, err) == (0, "said\n")
+        told.append(json.loads(out))
+
+    warm, cold = told
+    assert warm.pop("parents") == keeper.pid
+    assert cold.pop("parents") != keeper.pid
+    assert warm == cold
+    assert warm["argv"] == [str(program), "--nnodes=1", "t.py"]
 
 
 @pytest.mark.parametrize(

@@ -183,14 +183,14 @@ TORCHRUN = "#!{python}\nprint()\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "slot"),
+    ("line", "agent"),
     [
-        ("torchrun --nproc-per-node=1 train.py", "LOCAL_RANK"),
-        ("PYTHON -m torch.distributed.run --nproc-per-node=1 -m train", "LOCAL_RANK"),
-        ("srun --ntasks=1 --label env A=1 PYTHON train.py", "SLURM_LOCALID"),
+        ("torchrun --nproc-per-node=1 train.py", {standbys.PYTHON: sys.executable}),
+        ("PYTHON -m torch.distributed.run --nproc-per-node=1 -m train", {standbys.WORDS: "1"}),
+        ("srun --ntasks=1 --label env A=1 PYTHON train.py", {}),
     ],
 )
-def test_ranks_that_others_start_hand_over_themselves(fake, tmp_path, told, line, slot):
+def test_ranks_that_others_start_hand_over_themselves(fake, tmp_path, told, line, agent):
     """A rank of such a launch, started as the launch would, is taken over; PYTHONPATH is the user's again."""
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text(TORCHRUN.format(python=sys.executable))
@@ -200,14 +200,19 @@ def test_ranks_that_others_start_hand_over_themselves(fake, tmp_path, told, line
     made = fake(wanted, environment)
     made.look(step(1), training())
     told.wait("standby_ready")
+    if agent:
+        told.wait("standby_of_torchrun_ready")
     script = tmp_path / "train.py"
     script.write_text("import os\nprint(os.environ['PYTHONPATH'])\nraise SystemExit(7)")
     meeting = launch.Meeting(launch=1, nodes=NODES, address="n1", port=1, resume_from=None)
-    theirs = launch.launch_environment(wanted, meeting, environment | made.variables(1, NODES))
+    found = made.variables(1, NODES)
+    theirs = launch.launch_environment(wanted, meeting, environment | found)
+    assert found.pop(standbys.VARIABLE, "").endswith("agents") == bool(agent)
+    assert {name: value for name, value in found.items() if name in (standbys.PYTHON, standbys.WORDS)} == agent
 
     done = subprocess.run(
-        [sys.executable, *(["-u"] if slot == "LOCAL_RANK" else []), str(script)],
-        env=theirs | {slot: "0", "SLURMD_NODENAME": "n1"},
+        [sys.executable, *(["-u"] if agent else []), str(script)],
+        env=theirs | {"LOCAL_RANK" if agent else "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"},
         capture_output=True,
         text=True,
         timeout=WITHIN_S,

@@ -431,29 +431,39 @@ def own_standby(line: Sequence[str]) -> OwnStandby | None:
     return OwnStandby(options, program[:start], prefix)
 
 
-def torchrun_standby(command: Sequence[str], shebang: str) -> list[str] | None:
+def python_of(beginning: str) -> list[str]:
+    """Return the Python that a program's shebang names, also as pip writes a long one; none where it has options.
+
+    >>> python_of("#!/env/bin/python3.11"), python_of("#!/usr/bin/env python3"), python_of("#!/bin/bash")
+    (['/env/bin/python3.11'], ['python3'], [])
+    """
+    for found in _SHEBANG.finditer(beginning):
+        words = [word for word in shlex.split(found["words"]) if not word.startswith("$") and _name(word) != "env"]
+        if len(words) == 1 and _PYTHON.fullmatch(_name(words[0])):
+            return words
+    return []
+
+
+def torchrun_standby(command: Sequence[str], python: Sequence[str]) -> list[str] | None:
     """Return the words with which the torchrun in CMD starts a rank, up to script or -m; None where it has other ranks.
 
     Args:
         command: CMD.
-        shebang: the beginning of the program `torchrun`, which names its Python.
+        python: by which the program `torchrun` runs, and its ranks.
 
-    >>> torchrun_standby(["torchrun", "--nproc-per-node=4", "train.py"], "#!/env/bin/python3.11")
+    >>> torchrun_standby(["torchrun", "--nproc-per-node=4", "train.py"], ["/env/bin/python3.11"])
     ['/env/bin/python3.11', '-u']
-    >>> torchrun_standby(["python", "-m", "torch.distributed.run", "-m", "package.train"], "")
+    >>> torchrun_standby(["python", "-m", "torch.distributed.run", "-m", "package.train"], [])
     ['python', '-u']
-    >>> torchrun_standby(["torchrun", "--no-python", "./train"], "#!/env/bin/python3")
+    >>> torchrun_standby(["torchrun", "--no-python", "./train"], ["/env/bin/python3"])
     """
     if _name(command[0]) == "torchrun":
         rest = command[1:]
-        named = [word for found in _SHEBANG.finditer(shebang) for word in shlex.split(found["words"])]
-        python = [word for word in named if _PYTHON.fullmatch(_name(word))][:1]
     else:
         prefix = standby_prefix(command) or []
         if not prefix or command[len(prefix)] != "-m" or command[len(prefix) + 1] not in _TORCHRUN_MODULES:
             return None
-        rest = command[len(prefix) + 2 :]
-        python = [command[0]]
+        rest, python = command[len(prefix) + 2 :], command[:1]
     options = _before_script(rest)
     is_python = len(options) < len(rest) or not {"-m", "--module"}.isdisjoint(options)
     is_other = any(word.replace("_", "-") in ("--no-python", "--run-path") for word in options)

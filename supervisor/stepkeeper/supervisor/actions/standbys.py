@@ -32,10 +32,12 @@ from stepkeeper.supervisor.srun import Srun
 
 ENDED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
 ERROR_CHARACTERS_MAX = 300
+TORCHRUN, OMP = "torchrun", "OMP_NUM_THREADS"
+RANKS, AGENTS = "ranks", "agents"
 LOG = "standby.log"  # beside the logs of an attempt's launches
-VARIABLE, WORDS = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS"
+VARIABLE, WORDS, PYTHON = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS", "STEPKEEPER_STANDBY_PYTHON"
 _SITE = os.path.join(os.path.dirname(os.path.abspath(wrapper.__file__)), "standby_site")
-_SHEBANG_CHARACTERS = 1000
+_BEGINNING_CHARACTERS = 1000
 _LABEL = re.compile(rb"\s*\d+: ")  # of srun, where the user's own line has `--label`
 _OVER = (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE)
 _OOM = "oom"  # of the kernel's word on a standby's step, whose ranks are the launch's
@@ -59,6 +61,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
     slot: str = ""  # where its own Python hands a rank over: the variable that says which of a node's ranks it is
     own: lines.OwnStandby | None = None  # of a user's own srun line
+    agent: list[str] = []  # the words with which torchrun itself is started, where a standby stands in for that too
+    is_script: bool = False  # its Python is named by its shebang, and not in CMD
 
 
 def way(job: Job, environment: Mapping[str, str]) -> Way:
@@ -69,23 +73,29 @@ def way(job: Job, environment: Mapping[str, str]) -> Way:
             return Way(why_not="CMD is an own srun line, and not `srun OPTIONS [env NAME=VALUE] python script.py`")
         return Way(prefix=own.prefix, own=own, slot="SLURM_LOCALID")
     if job.launcher and not job.torchrun:
-        prefix = lines.torchrun_standby(job.command, _shebang(job.command[0], environment))
+        python = lines.python_of(_beginning(job.command[0], environment))
+        prefix = lines.torchrun_standby(job.command, python)
         if prefix is None:
             return Way(why_not="CMD starts ranks itself, and is not `torchrun OPTIONS script.py`")
-    else:
-        prefix = lines.standby_prefix(job.command)
-        if prefix is None:
-            return Way(why_not="CMD is not `python script.py` or `python -m module`")
-    return Way(prefix=prefix, slot="LOCAL_RANK" if job.launcher else "")
+        agent = lines.standby_prefix(job.command)
+        return Way(prefix=prefix, slot="LOCAL_RANK", agent=agent or python, is_script=agent is None)
+    prefix = lines.standby_prefix(job.command)
+    if prefix is None:
+        return Way(why_not="CMD is not `python script.py` or `python -m module`")
+    if not job.torchrun:
+        return Way(prefix=prefix)
+    return Way(
+        prefix=prefix, slot="LOCAL_RANK", agent=lines.python_of(_beginning(TORCHRUN, environment)), is_script=True
+    )
 
 
-def _shebang(name: str, environment: Mapping[str, str]) -> str:
+def _beginning(name: str, environment: Mapping[str, str]) -> str:
     """Return how a program begins, which says by which Python it runs."""
     with (
         contextlib.suppress(OSError),  # the launch says that there is none
         open(shutil.which(name, path=environment.get("PATH")) or name, encoding="utf-8", errors="replace") as file,
     ):
-        return file.read(_SHEBANG_CHARACTERS)
+        return file.read(_BEGINNING_CHARACTERS)
     return ""
 
 
@@ -113,7 +123,7 @@ class Standbys:
         self._job, self._environment, self._modules = job, environment, modules
         self._inbox, self._log = inbox, log
         self._way = way(job, environment)
-        self._step: _Step | None = None
+        self._steps: list[_Step] = []  # of the ranks, and of torchrun where there is one
         self._furthest = -1
         self._prepared: int | None = None  # the newest launch whose spares were asked for
         if self._way.why_not:
@@ -125,8 +135,9 @@ class Standbys:
             return
         if state.phase in _OVER:
             self.close()
-        elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH and self._step is not None:
-            self._step.leave()  # ranks among them come to their end
+        elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH:
+            for step in self._steps:
+                step.leave()  # ranks among them come to their end
         elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch.number:
             is_new = event.step > self._furthest
             self._furthest = max(self._furthest, event.step)
@@ -136,45 +147,86 @@ class Standbys:
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""
-        if self._step is not None:
-            self._step.say("alive")
+        for step in self._steps:
+            step.say("alive")
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
         """Return what has the ranks of a launch on these nodes look for a standby; ends those of another world."""
-        step = self._step
-        if step is None or not step.runs:
+        if not self._steps or not all(step.runs for step in self._steps):
             return {}
-        if step.nodes != nodes:
+        if self._steps[0].nodes != nodes:
             self.close()
             return {}
-        step.expect(launch)
-        if not self._way.slot:
-            return {VARIABLE: step.address, WORDS: str(len(self._way.prefix))}
-        behind = self._environment.get("PYTHONPATH")
-        path = _SITE if behind is None else f"{_SITE}:{behind}"
-        return {wrapper.HOOK: step.address, wrapper.SLOT: self._way.slot, "PYTHONPATH": path}
+        for step in self._steps:
+            step.expect(launch)
+        ranks, *agents = self._steps
+        found = self._hook(ranks.address) if self._way.slot else {VARIABLE: ranks.address}
+        for agent in agents:
+            found[VARIABLE] = agent.address
+        if self._way.is_script and agents:
+            found[PYTHON] = self._way.agent[0]
+        elif VARIABLE in found:
+            found[WORDS] = str(len(self._way.agent or self._way.prefix))
+        return found
 
     def close(self) -> None:
         """End all."""
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+        for step in self._steps:
+            step.close()
+        self._steps = []
+
+    def _hook(self, address: str) -> dict[str, str]:
+        """Return what has a rank's own Python hand over."""
+        behind = self._environment.get("PYTHONPATH")
+        path = _SITE if behind is None else f"{_SITE}:{behind}"
+        return {wrapper.HOOK: address, wrapper.SLOT: self._way.slot, "PYTHONPATH": path}
 
     def _prepare(self, launch: int, nodes: tuple[str, ...]) -> None:
-        if self._step is not None and (self._step.nodes != nodes or not self._step.runs):
+        if any(step.nodes != nodes or not step.runs for step in self._steps):
             self.close()
-        if self._step is None:
-            self._step = _Step(
-                self._job,
-                nodes,
-                launch,
-                way=self._way,
-                environment=self._environment,
-                modules=self._modules,
-                inbox=self._inbox,
-                log=self._log,
-            )
-        self._step.say("prepare")
+        if not self._steps:
+            self._steps = [self._of_ranks(launch, nodes)]
+            if self._way.agent:
+                self._steps.append(self._of_agents(launch, nodes, self._steps[0].address))
+        for step in self._steps:
+            step.say("prepare")
+
+    def _of_ranks(self, launch: int, nodes: tuple[str, ...]) -> _Step:
+        job, own = self._job, self._way.own
+        program = _program(self._way.prefix, self._modules)
+        if own is not None:
+            return self._start(launch, nodes, RANKS, own_standby_argv(own.options, own.before, program), {})
+        geometry, more = job.geometry, {}
+        if job.launcher:
+            each = job.ranks(nodes[:1]) or geometry.tasks_per_node
+            geometry = geometry.with_tasks(each)
+            if each > 1 and OMP not in self._environment:
+                more[OMP] = "1"  # as torchrun gives its ranks
+        return self._start(launch, nodes, RANKS, standby_argv(nodes, geometry, program), more)
+
+    def _of_agents(self, launch: int, nodes: tuple[str, ...], ranks: str) -> _Step:
+        program = _program(self._way.agent, ("torch.distributed.run",))
+        argv = standby_argv(nodes, self._job.geometry.with_tasks(1), program)
+        return self._start(launch, nodes, AGENTS, argv, self._hook(ranks))
+
+    def _start(self, launch: int, nodes: tuple[str, ...], what: str, argv: list[str], more: Mapping[str, str]) -> _Step:
+        meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
+        environment = launch_environment(self._job, meeting, {**self._environment, **more})
+        environment.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
+        return _Step(
+            self._job,
+            nodes,
+            launch,
+            what=what,
+            argv=argv,
+            environment=environment,
+            inbox=self._inbox,
+            log=self._log,
+        )
+
+
+def _program(prefix: Sequence[str], modules: Sequence[str]) -> list[str]:
+    return [*prefix, os.path.abspath(program.__file__), *modules, "--", *prefix]
 
 
 class _Step:
@@ -186,14 +238,14 @@ class _Step:
         nodes: tuple[str, ...],
         launch: int,
         *,
-        way: Way,
+        what: str,
+        argv: list[str],
         environment: Mapping[str, str],
-        modules: Sequence[str],
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
-        self.nodes, self._launch = nodes, launch
-        self.address = f"{job.socket}/standby-{launch}"  # those of a step before may still be about to leave
+        self.nodes, self._launch, self._what = nodes, launch, what
+        self.address = f"{job.socket}/standby-{launch}-{what}"  # those of a step before may still be about to leave
         self._job, self._inbox, self._log = job, inbox, log
         self._srun = Srun(
             inbox, Part.STANDBYS, "standby", on_word=self._on_word, on_line=self._hear, errors=Part.STANDBYS
@@ -204,18 +256,8 @@ class _Step:
         self._error = ""
         logs = RunDirectory(job.run_directory)
         self._words = PatientStream(lambda: (logs.logs(job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
-        words = [*way.prefix, os.path.abspath(program.__file__), *modules, "--", *way.prefix]
-        each = (job.ranks(nodes[:1]) or job.geometry.tasks_per_node) if job.launcher else job.geometry.tasks_per_node
-        meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
-        variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
-        variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
-        if way.own is not None:
-            argv = own_standby_argv(way.own.options, way.own.before, words)
-        else:
-            argv = standby_argv(nodes, job.geometry.with_tasks(each), words)
-        if job.launcher and each > 1:
-            variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun gives its ranks
-        inbox.run(Part.STANDBYS, lambda: self._run(argv, variables), name="standby")
+        theirs = {**environment, VARIABLE: self.address}
+        inbox.run(Part.STANDBYS, lambda: self._run(argv, theirs), name="standby")
 
     @property
     def runs(self) -> bool:
@@ -267,11 +309,16 @@ class _Step:
         if said.standby == "ready":
             self._ready[said.node, said.slot] = said.rss_mib
             self._of = said.of
-            if len(self._ready) == said.of:
-                self._log.info("standby_ready", ranks=said.of, mib=max(self._ready.values()))
+            if len(self._ready) < said.of:
+                return
+            mib = max(self._ready.values())
+            if self._what == RANKS:
+                self._log.info("standby_ready", ranks=said.of, mib=mib)
+            else:
+                self._log.info("standby_of_torchrun_ready", nodes=said.of, mib=mib)
         elif said.standby == "taken":
             self._taken += 1
-            if self._taken == self._of:
+            if self._taken == self._of and self._what == RANKS:  # the wrapper tells of torchrun itself
                 self._log.info("standby_taken", launch=self._launch, ranks=self._taken)
         else:
             name = "standby_gone" if said.standby == "gone" else "standby_refused"

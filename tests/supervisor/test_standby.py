@@ -407,9 +407,9 @@ def test_signals_reach_the_rank(site):
 
 
 def test_watchers_send_the_stop_signal_to_the_rank_alone(site):
-    """A handler must not run twice."""
+    """A handler must not run twice; and what the rank has started is no rank, although it has a rank's environment."""
     site.keeper()
-    process = site.rank(site.script(CATCH))
+    process = site.rank(site.script(f"import subprocess\nsubprocess.Popen(['sleep', '600'])\n{CATCH}"), RANK="1")
     assert process.stdout.readline() == "up\n"
 
     processes = stop_signal.look(site.run_id, NODE, attempt_max=9, number=signal.SIGTERM)
@@ -418,6 +418,34 @@ def test_watchers_send_the_stop_signal_to_the_rank_alone(site):
     (chosen,) = stop_signal.choose(processes, ())
     assert chosen != process.pid
     assert processes[chosen].caught
+
+
+def test_watchers_send_the_stop_signal_to_torchruns_ranks_and_not_to_torchrun(site):
+    """Both are standbys: torchrun catches SIGTERM too, and would end its ranks."""
+    hooked = {wrapper.HOOK: f"{site.address}-of-ranks", wrapper.SLOT: "LOCAL_RANK"}
+    hooked["PYTHONPATH"] = f"{site.site()}:{site.place}"
+    agents = site.keeper(**hooked)
+    ranks = site.keeper(STEPKEEPER_STANDBY=hooked[wrapper.HOOK])
+    rank = site.script(CATCH)
+    agent = site.place / "torchrun.py"
+    agent.write_text(
+        "import os, signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, print)\n"
+        "variables = {**os.environ, 'RANK': '3', 'TORCHELASTIC_RUN_ID': 'r', 'LOCAL_RANK': '1'}\n"
+        f"subprocess.run([sys.executable, {rank!r}], env=variables, check=True)\n"
+    )
+    process = site.start(
+        [sys.executable, "-I", "-S", site.program(wrapper), "--agent", "--", sys.executable, str(agent)],
+        site.environment(STEPKEEPER_STANDBY_WORDS="1", **hooked),
+    )
+    assert process.stdout.readline() == "up\n"
+
+    processes = stop_signal.look(site.run_id, NODE, attempt_max=9, number=signal.SIGTERM)
+
+    (chosen,) = stop_signal.choose(processes, ())
+    assert processes[chosen].caught
+    assert chosen in children_of(ranks.pid)
+    assert len(children_of(agents.pid)) == 1, "torchrun is a standby as well"
 
 
 @pytest.mark.parametrize("killed", ["the process that was started", "the keeper"])

@@ -111,8 +111,16 @@ def _read(pid: int, number: int) -> Process:
         name=said["Name"],
         caught=bool(int(said["SigCgt"], 16) & bit) and not stands_in,
         ignored=bool(int(said["SigIgn"], 16) & bit) or stands_in,
-        marks=frozenset(mark for mark in _OF_RANKS if any(each.startswith(mark) for each in variables)),
+        marks=_marks(variables),
     )
+
+
+def _marks(variables: Sequence[bytes]) -> frozenset[bytes]:
+    """Return those of a process; a standby shows the environment of its keeper, and is a rank all the same."""
+    names = {each.partition(b"=")[0] for each in variables}
+    if b"STEPKEEPER_STANDBY" in names and wrapper.HOOK.encode() not in names:  # with both it is torchrun
+        return frozenset(_OF_RANKS)
+    return frozenset(mark for mark in _OF_RANKS if mark.removesuffix(b"=") in names)
 
 
 def send_stop_signal(

@@ -23,7 +23,6 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
-from typing import NoReturn
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
@@ -239,7 +238,7 @@ def hand_over(environment: MutableMapping[str, str], own_directory: str) -> None
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stand_in(standby: Standby, pid: int) -> NoReturn:
+def _stand_in(standby: Standby, pid: int) -> None:
     """Stand between the rank and whoever has started us."""
     try:
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:

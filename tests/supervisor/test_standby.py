@@ -17,6 +17,7 @@ import pytest
 from stepkeeper import standby, wrapper
 from stepkeeper.watcher import stop_signal
 from stepkeeper.watcher.processes import kill_ranks
+from stepkeeper_trainer.integrations import hook
 from tests.supervisor.keepers import NODE, WITHIN_S, Site, children_of, heard, say, until
 
 
@@ -517,3 +518,19 @@ def test_a_sitecustomize_of_the_user_is_loaded_as_ever(site):
     process = site.rank(site.script("import os\nprint(os.environ['THEIRS'], os.getppid())"))
 
     assert process.communicate(timeout=WITHIN_S) == (f"1 {keeper.pid}\n", "")
+
+
+def test_with_the_hook_of_frameworks_before_it_both_do_their_work(site):
+    """`--attach` puts its own directory first."""
+    attach = str(Path(hook.__file__).parent / "site")
+    keeper = site.keeper(PYTHONPATH=f"{attach}:{site.place}", **{hook.VARIABLE: "auto"})
+    script = site.script(
+        "import os, sys\nprint(os.getppid(), os.environ['PYTHONPATH'], any(type(each).__name__ == '_Waiting' "
+        "for each in sys.meta_path), 'sitecustomize' in sys.modules)"
+    )
+    warm = {"PYTHONPATH": f"{attach}:{site.site()}:{site.place}", hook.VARIABLE: "auto"}
+    cold = warm | {"PYTHONPATH": f"{attach}:{site.place}", wrapper.HOOK: "", wrapper.SLOT: ""}
+    told = [site.rank(script, **more).communicate(timeout=WITHIN_S) for more in (warm, cold)]
+
+    expected = f"{attach}:{site.place} True False\n"
+    assert told == [(f"{keeper.pid} {expected}", ""), (f"{os.getpid()} {expected}", "")]

@@ -51,7 +51,7 @@ LINES = {
     "torchrun": ((), ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"), ()),
     "module": ((), ("python", "-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d"), ()),
     "our torchrun": (("--torchrun",), (), ("python",)),
-    "own srun": ((), ("srun", "--cpu-bind=none", "-l", "-n", "2", "env", "OWN=1"), ("python", "-u")),
+    "own srun": ((), ("srun", "--cpu-bind=none", "-l", "-n", "2", "-o", "/dev/null", "env", "OWN=1"), ("python", "-u")),
 }
 
 

@@ -152,21 +152,21 @@ class Standbys:
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
         """Return what has the ranks of a launch on these nodes look for a standby; ends those of another world."""
-        if not self._steps or not all(step.runs for step in self._steps):
+        if not self._steps or not self._steps[0].runs:
             return {}
         if self._steps[0].nodes != nodes:
             self.close()
             return {}
-        for step in self._steps:
-            step.expect(launch)
         ranks, *agents = self._steps
-        found = self._hook(ranks.address) if self._way.slot else {VARIABLE: ranks.address}
-        for agent in agents:
-            found[VARIABLE] = agent.address
-        if self._way.is_script and agents:
-            found[PYTHON] = self._way.agent[0]
-        elif VARIABLE in found:
-            found[WORDS] = str(len(self._way.agent or self._way.prefix))
+        ranks.expect(launch)
+        way = self._way
+        if not way.slot:
+            return {VARIABLE: ranks.address, WORDS: str(len(way.prefix))}
+        found = self._hook(ranks.address)
+        if agents and agents[0].runs:
+            agents[0].expect(launch)
+            found[VARIABLE] = agents[0].address
+            found |= {PYTHON: way.agent[0]} if way.is_script else {WORDS: str(len(way.agent))}
         return found
 
     def close(self) -> None:

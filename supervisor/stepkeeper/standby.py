@@ -176,7 +176,12 @@ class Keeper:
         self.spare.ready = bool(said.get("ready"))
         if not self.spare.ready:
             self._end_spare()
-        report({"standby": "ready", **said} if said.get("ready") else {"standby": "gone", "why": "it ended", **said})
+        of = int(self.born.get("SLURM_NTASKS", "1"))
+        report(
+            {"standby": "ready", "of": of, **said}
+            if said.get("ready")
+            else {"standby": "gone", "why": "it ended", **said}
+        )
 
     def _end_spare(self) -> None:
         spare, self.spare = self.spare, None
@@ -193,6 +198,8 @@ class Keeper:
         try:
             self._hand_over(conn)
         except RefusedError as refused:
+            if peer(conn) == os.getuid():
+                report({"standby": "refused", "why": str(refused)})
             with contextlib.suppress(OSError):  # it went on without us
                 conn.sendall(line({"refused": str(refused)}))
             conn.close()
@@ -221,6 +228,7 @@ class Keeper:
             spare.channel.close()
         self.rank, self.wrapper, self.rank_ended = spare.pid, conn, False
         self.selector.register(conn, selectors.EVENT_READ, self._on_wrapper)
+        report({"standby": "taken"})
 
     def _agree(self, conn: socket.socket, spare: Spare, wanted: bytes) -> None:
         """Pass on what the wrapper wants, and its `go`, which brings its files.  Raises as `_hand_over`."""
@@ -240,8 +248,11 @@ class Keeper:
         """Return the spare, where it can become what is wanted.  Raises `RefusedError`."""
         if self.rank or self.leaving:
             raise RefusedError("the rank before has not ended" if self.rank else "the standby is about to leave")
-        if wanted["prefix"] != self.prefix:
-            raise RefusedError(f"it runs {' '.join(self.prefix)}, not {' '.join(wanted['prefix'])}")
+        # a rank's own Python says which one it is, whatever name it was started by
+        own = [sys.executable, *self.prefix[1:]] if wanted["executable"] else self.prefix
+        prefix = [wanted["executable"] or wanted["prefix"][0], *wanted["prefix"][1:]]
+        if prefix != own:
+            raise RefusedError(f"it runs {' '.join(own)}, not {' '.join(prefix)}")
         changed = differs(self.born, wanted["environment"])
         if changed:
             raise RefusedError(f"{changed} has changed, and is read when a program starts")
@@ -252,10 +263,12 @@ class Keeper:
         return self.spare
 
     def _on_wrapper(self) -> None:
-        """The wrapper is gone: killed by a watcher, or by Slurm, or it knows how the rank ended."""
+        """It passes a signal on; or it is gone: killed by a watcher, or by Slurm, or it knows how the rank ended."""
         assert self.wrapper is not None, "it is watched while there is one"
         with contextlib.suppress(OSError):  # reset: gone as well
-            if self.wrapper.recv(1):
+            if number := self.wrapper.recv(1):
+                if not self.rank_ended:
+                    os.kill(self.rank, number[0])
                 return
         self.selector.unregister(self.wrapper)
         self.wrapper.close()

@@ -8,6 +8,9 @@ imported torch already (`standby.py`), the rank is that process.
 
 Usage: python -I -S wrapper.py [--agent] -- CMD ARGS...
     --agent  CMD starts ranks of its own (torchrun): do not give it a rank.
+
+Where it is not us who start the rank (torchrun, a user's own srun line), its Python does the same when it starts:
+`standby_site/sitecustomize.py` calls `hand_over`.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
@@ -27,6 +30,10 @@ FAILURE_REPORTED_WITHIN_S = 30.0  # the others hang until somebody knows
 HAND_OVER_WITHIN_S = 5.0  # for each answer of a standby: then the rank is started as ever
 LEAVING_REPORTED_WITHIN_S = 1.0  # the start as well: it is sent once
 ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# what a rank's own process must pass on once a standby is the rank
+PASSED_ON = (*ABSORBED, signal.SIGQUIT, signal.SIGALRM, signal.SIGCONT, signal.SIGTSTP, signal.SIGURG)
+STAND_IN = "sk-stand-in"  # the name of such a process: watchers signal the rank itself
+HOOK, SLOT = "STEPKEEPER_STANDBY_HOOK", "STEPKEEPER_STANDBY_SLOT"
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +43,12 @@ def main(argv: list[str]) -> int:
     environment = rank_environment(dict(os.environ), agent=agent)
     for number in ABSORBED:
         signal.signal(number, signal.SIG_IGN)
-    standby = Standby(environment)
-    pid = standby.take(command, environment)
+    words = int(environment.pop("STEPKEEPER_STANDBY_WORDS", "0"))
+    prefix, rest = command[:words], command[words:]
+    if python := environment.pop("STEPKEEPER_STANDBY_PYTHON", ""):  # CMD is a script of it, such as torchrun
+        prefix, rest = [python], [found(command[0], environment), *command[1:]]
+    standby = Standby(environment.pop("STEPKEEPER_STANDBY", ""), "SLURM_LOCALID", environment)
+    pid = standby.take(prefix, rest, environment)
     if not pid:
         pid = os.fork()
     if pid == 0:
@@ -57,6 +68,11 @@ def main(argv: list[str]) -> int:
     how = {"signal": -code} if code < 0 else {"code": code}
     patience_s = FAILURE_REPORTED_WITHIN_S if code not in (0, EXIT_STOPPED) else LEAVING_REPORTED_WITHIN_S
     tell(address, {"type": "task_exited", "launch": launch, "rank": rank, "at": time.time(), **how}, patience_s)
+    return end_as(code)
+
+
+def end_as(code: int) -> int:
+    """End by the signal by which the rank ended, or return its exit code."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -91,23 +107,36 @@ def rank_environment(environment: dict[str, str], *, agent: bool) -> dict[str, s
 class Standby:
     """A process that waits to become this rank; where there is none, or it cannot, a rank is started as ever."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        """Take what concerns us out of the rank's environment."""
-        place = environment.pop("STEPKEEPER_STANDBY", "").replace("%N", environment.get("SLURMD_NODENAME", ""))
-        self._address = f"{place}/{environment.get('SLURM_LOCALID', '0')}" if place else ""
-        self._words = int(environment.pop("STEPKEEPER_STANDBY_WORDS", "0"))
+    def __init__(self, place: str, slot: str, environment: Mapping[str, str]) -> None:
+        """Note where it is; without a place there is none.
+
+        Args:
+            place: of the standbys of this launch, with %N for the node.
+            slot: the variable that says which of this node's ranks we are.
+            environment: the rank's.
+        """
+        node = environment.get("SLURMD_NODENAME", "")
+        self._address = f"{place.replace('%N', node)}/{environment.get(slot, '0')}" if place else ""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.used = False
         self.reported: dict[str, object] = {}
         """What the watcher gets of it."""
 
-    def take(self, command: list[str], environment: Mapping[str, str]) -> int:
-        """Return the pid of the rank, which has taken all that we were given; 0: start one."""
+    def take(self, prefix: list[str], words: list[str], environment: Mapping[str, str], executable: str = "") -> int:
+        """Return the pid of the rank, which has taken all that we were given; 0: start one.
+
+        Args:
+            prefix: Python and its options, as they stand in the command.
+            words: of the command, from the script or `-m` on.
+            environment: for the rank.
+            executable: `sys.executable`, where we are that Python.
+        """
         if not self._address:
             return 0
         request = {
-            "prefix": command[: self._words],
-            "words": command[self._words :],
+            "prefix": prefix,
+            "words": words,
+            "executable": executable,
             "environment": dict(environment),
             "directory": os.getcwd(),
             "umask": os.umask(0),
@@ -168,6 +197,59 @@ class Standby:
                 os.kill(pid, signal.SIGKILL)
             return int(signal.SIGKILL)
 
+    def pass_on(self, number: int) -> None:
+        """Have the rank get a signal that we got; its keeper knows whether it has ended."""
+        with contextlib.suppress(OSError):  # the keeper is gone, and takes its rank along
+            self._connection.send(bytes((number,)))
+
+
+def hand_over(environment: MutableMapping[str, str], own_directory: str) -> None:
+    """In the Python of a rank, at its start: have a standby be the rank, and end as it ends; else return.
+
+    torchrun's own Python is no rank: it has no LOCAL_RANK.
+
+    Args:
+        environment: of this process.
+        own_directory: the one by which Python has found us; the rank sees nothing of it.
+    """
+    slot = environment.get(SLOT, "")
+    if slot not in environment:
+        return
+    place = environment.pop(HOOK, "")  # once: what this process starts is no rank
+    del environment[SLOT]
+    paths = environment.get("PYTHONPATH", "").split(":")
+    if own_directory in paths:
+        paths.remove(own_directory)
+        environment["PYTHONPATH"] = ":".join(paths)
+        if not paths:
+            del environment["PYTHONPATH"]
+    is_module = sys.argv[:1] == ["-m"]  # its name is only among the original words
+    split = len(sys.orig_argv) - len(sys.argv) - is_module
+    words = sys.orig_argv[split:]
+    if split < 1 or not (words[0] == "-m" if is_module else words[0].endswith(".py")):
+        return
+    standby = Standby(place, slot, environment)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none is lost between us and the rank
+    try:
+        pid = standby.take(sys.orig_argv[:split], words, environment, sys.executable)
+        if pid:
+            _stand_in(standby, pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stand_in(standby: Standby, pid: int) -> None:
+    """Stand between the rank and whoever has started us."""
+    try:
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+            file.write(STAND_IN)
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: standby.pass_on(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        os._exit(end_as(os.waitstatus_to_exitcode(standby.wait(pid))))
+    finally:
+        os._exit(1)  # never the rank a second time: its keeper ends the other one with us
+
 
 def own_address(environment: Mapping[str, str], *names: str) -> str:
     """Return how other nodes reach this one: the first of its names that resolves, else its address."""
@@ -179,6 +261,14 @@ def own_address(environment: Mapping[str, str], *names: str) -> str:
         # no packet is sent: the kernel says which of our addresses the batch host would see
         sock.connect((environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"), 9))
         return str(sock.getsockname()[0])
+
+
+def found(name: str, environment: Mapping[str, str]) -> str:
+    """Return the path by which `exec` would start a program."""
+    if "/" in name:
+        return name
+    paths = (os.path.join(directory, name) for directory in os.get_exec_path(environment))
+    return next((path for path in paths if os.access(path, os.X_OK)), name)
 
 
 def become_rank(command: list[str], environment: dict[str, str]) -> None:

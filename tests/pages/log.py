@@ -78,7 +78,10 @@ MEANINGS = {
     "part_failed": "a part failed that training can do without; training continues: please report it",
     "standby_gone": "one process that was to wait for the next launch cannot, and why",
     "standby_impossible": "`warm_standby` has no effect with this CMD, and why",
+    "standby_of_torchrun_ready": "on so many nodes a process waits to be torchrun; the memory of the largest",
+    "standby_refused": "one process that waits does not become the rank that asked, which starts as usual, and why",
     "standby_ready": "so many processes wait for the next launch; the memory of the largest",
+    "standby_taken": "all processes that waited are ranks of this launch",
     "status_not_written": "the run directory does not take `status.json`",
     "watcher": "a message of a node's watcher",
     # node agent

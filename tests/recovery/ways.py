@@ -104,9 +104,10 @@ class Way:
     """Fault to why this way does not recover from it, for the page; used only where it did not."""
 
 
-def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2) -> int:
+def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2, torchrun: bool = False) -> int:
     """Submit by `sbatch stepkeeper.sbatch`, as users do."""
     python = Training(spot.lab, user=USER).python
+    elastic = (str(python.with_name("torchrun")), "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
     training = Training(
         spot.lab,
         user=USER,
@@ -114,7 +115,7 @@ def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2) -> int:
         nodes=nodes,
         run_args=run_args,
         sbatch_args=(f"--output={spot.log}",),
-        command=(str(python), str(spot.directory / "ours.py"), *OPTIONS),
+        command=(*(elastic if torchrun else (str(python),)), str(spot.directory / "ours.py"), *OPTIONS),
         # its own environment has the project already
         env={"RECOVERY_DIR": str(spot.directory), "STEPKEEPER_RUN_DIR": str(spot.directory / "run"), **spot.where},
     )
@@ -183,6 +184,11 @@ def lightning(spot: Spot) -> int:
     )
 
 
+def _told(spot: Spot, *events: str) -> bool:
+    text = spot.log.read_text(errors="replace")
+    return all(event in text for event in events)
+
+
 _NO_HANG = "nothing watches for it: torch's own limit is 30 minutes"
 _ENDS_IN_GRACE = "Slurm's SIGTERM ends the ranks. Slurm 22.05 does not requeue a job that ends in its grace time"
 _NO_RETRY = "it requeues after its signal only: a failed task fails the job"
@@ -200,7 +206,20 @@ WAYS: dict[str, Way] = {
             name="stepkeeper-warm",
             what="the same with `--warm-standby`: each rank has a process that has imported torch and waits",
             submit=lambda spot: stepkeeper(spot, "--warm-standby"),
-            is_ready=lambda spot: "standby_ready" in spot.log.read_text(errors="replace"),
+            is_ready=lambda spot: _told(spot, "standby_ready"),
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-torchrun",
+            what="the same with `torchrun` as CMD",
+            submit=lambda spot: stepkeeper(spot, torchrun=True),
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-torchrun-warm",
+            what="the same with `torchrun` as CMD and `--warm-standby`, which torchrun itself has too",
+            submit=lambda spot: stepkeeper(spot, "--warm-standby", torchrun=True),
+            is_ready=lambda spot: _told(spot, "standby_ready", "standby_of_torchrun_ready"),
             watches_hangs=True,
         ),
         Way(

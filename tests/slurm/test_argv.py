@@ -13,7 +13,7 @@ import pytest
 from stepkeeper import __version__, wrapper
 from stepkeeper.frameworks.following import Following
 from stepkeeper.slurm.cmd import resume_argument, with_resume
-from stepkeeper.slurm.launch import Geometry, training_argv, watcher_argv
+from stepkeeper.slurm.launch import Geometry, own_standby_argv, standby_argv, training_argv, watcher_argv
 from stepkeeper.supervisor.actions.launch import Job, Meeting, launch_argv, launch_environment
 from stepkeeper.wrapper import rank_environment
 
@@ -54,6 +54,42 @@ def test_the_watchers_line():
         "--no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=all --job-name=stepkeeper-watcher "
         "python -m watcher"
     )
+
+
+def test_the_standbys_line_has_the_shape_of_the_training_step():
+    line = standby_argv(("n1", "n2"), TWO, ("python", "standby.py"))
+
+    assert shlex.join(line) == (
+        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 '--nodelist=n[1-2]' --cpus-per-task=8 --overlap --mem=0 "
+        "--no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=all --job-name=stepkeeper-standby "
+        "python standby.py"
+    )
+
+
+def test_the_standbys_of_an_own_line_are_placed_and_bound_as_its_ranks_and_speak_with_us():
+    """Its options come first: those of ours that decide where words go must be the last ones."""
+    line = own_standby_argv(["-n8", "--output=x", "--mem=9G"], ["env", "A=1"], ("python", "standby.py"))
+
+    assert shlex.join(line) == (
+        "srun --mem=0 -n8 --output=x --mem=9G --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --input=all "
+        "--output=all --error=all --job-name=stepkeeper-standby env A=1 python standby.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tasks", "expected"),
+    [
+        (TWO, 4, (4, 8, False)),
+        (TWO, 2, (2, 16, False)),
+        (TWO, 64, (64, None, True)),
+        (Geometry(tasks_per_node=1), 2, (2, None, True)),
+    ],
+)
+def test_other_tasks_share_the_same_cpus(geometry: Geometry, tasks: int, expected: tuple[int, int | None, bool]):
+    """torchrun starts as many ranks as its line says."""
+    found = geometry.with_tasks(tasks)
+
+    assert (found.tasks_per_node, found.cpus_per_task, found.overcommit) == expected
 
 
 def test_the_watchers_see_all_gpus_and_tear_no_line():

@@ -12,6 +12,7 @@ from stepkeeper.config.rank_settings import attach_variables
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
+from stepkeeper.slurm import cmd
 from stepkeeper.slurm.cmd import Kind, kind, require_startable, takes_resume
 from stepkeeper.supervisor.actions.launch import launch_environment
 from tests.slurm.test_argv import PYTHON, STEP, argv_of, job, meeting
@@ -295,3 +296,57 @@ def test_a_run_of_the_tracker_that_the_user_named_stays(named: str) -> None:
     theirs = launch_environment(job("x"), meeting(), {"WANDB_RUN_ID": named, "WANDB_RESUME": "must"})
 
     assert (theirs["WANDB_RUN_ID"], theirs["WANDB_RESUME"]) == (named, "must")
+
+
+# --- for which lines a warm standby can stand in ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("srun python train.py", " | | python"),
+        ("srun -N2 -n 8 --cpu-bind cores -- python3 -u -m train", "-N2 -n 8 --cpu-bind cores | | python3 -u"),
+        ("srun -l env A=1 -u B numactl --localalloc python t.py", None),  # B is env's, and no word that we know
+        ("srun -l env A=1 numactl --localalloc python t.py", "-l | env A=1 numactl --localalloc | python"),
+        ("srun -J python -o python python -X dev t.py", "-J python -o python | | python -X dev"),
+        ("srun --exclusive ./launch python t.py", None),
+        ("srun --unheard-of python python t.py", None),
+        ("srun bash -c 'python t.py'", None),
+        ("srun --pty python t.py", None),
+        ("srun -n1 --multi-prog python t.py", None),
+        ("srun python -I t.py", None),
+        ("srun env PYTHONPATH=src python t.py", None),
+        ("srun", None),
+        ("srun -n", None),
+    ],
+)
+def test_what_of_an_own_line_starts_standbys(line: str, expected: str | None) -> None:
+    """Nothing but Python is ever started beside training; what is not known is no standby's line."""
+    found = cmd.own_standby(shlex.split(line))
+
+    parts = None if expected is None else tuple(part.split() for part in expected.split("|"))
+    assert (None if found is None else tuple(found)) == parts
+
+
+LONG = "#!/bin/sh\n'''exec' \"/a long/bin/python\" \"$0\" \"$@\"\n' '''"  # as pip writes it
+
+
+@pytest.mark.parametrize(
+    ("line", "shebang", "expected"),
+    [
+        ("torchrun train.py", "#!/env/bin/python3\nimport re", ["/env/bin/python3", "-u"]),
+        ("/env/bin/torchrun --nproc-per-node 2 -m train", "#!/usr/bin/env python3.12", ["python3.12", "-u"]),
+        ("torchrun train.py", LONG, ["/a long/bin/python", "-u"]),
+        ("torchrun train.py", "#!/bin/sh\nexec run-it", None),
+        ("torchrun train.py", "", None),
+        ("torchrun --no_python ./train t.py", "#!/env/bin/python", None),
+        ("torchrun --run-path t.py", "#!/env/bin/python", None),
+        ("torchrun ./train", "#!/env/bin/python", None),
+        ("/x/python -X dev -m torch.distributed.run --nnodes=1 t.py --no-python", "", ["/x/python", "-u"]),
+        ("python -m torch.distributed.launch --module train", "", ["python", "-u"]),
+        ("python -m accelerate.commands.launch t.py", "", None),
+        ("accelerate launch t.py", "#!/env/bin/python", None),
+    ],
+)
+def test_how_torchrun_starts_its_ranks(line: str, shebang: str, expected: list[str] | None) -> None:
+    assert cmd.torchrun_standby(shlex.split(line), cmd.python_of(shebang)) == expected

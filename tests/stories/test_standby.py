@@ -6,7 +6,7 @@ import pytest
 
 from stepkeeper.core import events as on
 from tests.lab import Lab
-from tests.stories.patience import hurry, kill_rank, patient
+from tests.stories.patience import hurry, kill_rank, patient, patient_line
 from tests.training import STORY_S, Training, assert_complete
 
 pytestmark = pytest.mark.slurm
@@ -25,8 +25,9 @@ def left(training: Training) -> list[int]:
     return found
 
 
-def wait_ready(training: Training, times: int = 1) -> None:
-    training.until(lambda: training.output().count("standby_ready") >= times, f"standbys, {times} times")
+def wait_ready(training: Training, times: int = 1, *who: str) -> None:
+    what = ("standby_ready", *who)
+    training.until(lambda: min(map(training.output().count, what)) >= times, f"{what}, {times} times")
 
 
 @pytest.mark.campaign
@@ -41,6 +42,42 @@ def test_a_killed_rank_goes_on_in_a_process_that_has_waited(lab: Lab, reference:
     training.wait_end()
 
     assert [record.event.warm for record in training.events(on.LaunchBegan)] == [0, 2, 2], training.story()
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+    assert_complete(training, reference)
+    training.until(lambda: not left(training), f"the end of {left(training)}")
+
+
+LINES = {
+    "torchrun": ((), ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"), ()),
+    "module": ((), ("python", "-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d"), ()),
+    "our torchrun": (("--torchrun",), (), ("python",)),
+    "own srun": ((), ("srun", "--cpu-bind=none", "-l", "-n", "2", "-o", "/dev/null", "env", "OWN=1"), ("python", "-u")),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("line", LINES)
+def test_ranks_that_others_start_hand_over(lab: Lab, reference: Training, line: str) -> None:
+    """torchrun's ranks and those of an own srun line: their Python makes way for a process that has waited."""
+    options, before, python = LINES[line]
+    training = Training(lab, name=f"standby-{line.replace(' ', '-')}", step_seconds=0.05)
+    training.env["PATH"] = f"{training.python.parent}:/usr/bin:/bin"
+    _, *script = patient_line(training)
+    training.command = (*before, *python, *script)
+    training.run_args = ("--warm-standby", *options)
+    training.submit()
+    for times in (1, 2):
+        wait_ready(training, times, *([] if line == "own srun" else ["standby_of_torchrun_ready"]))
+        kill_rank(training)
+        told = f"standby_taken: launch={times} ranks=2"
+        training.until(lambda told=told: told in training.output(), "ranks that have waited")
+    hurry(training)
+    training.wait_end()
+
+    assert "standby_refused" not in training.output()
+    assert len(training.launches()) == 3, training.story()
+    warm = [record.event.warm for record in training.events(on.LaunchBegan)]
+    assert warm == ([] if line == "own srun" else [0, 2, 2]), "torchrun itself has waited too"
     assert lab.job(training.job_id).state == "COMPLETED", training.story()
     assert_complete(training, reference)
     training.until(lambda: not left(training), f"the end of {left(training)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -80,9 +81,11 @@ class Site:
         self.processes.append(process)
         return process
 
-    def keeper(self, *modules: str, ready: bool = True, **more: str) -> subprocess.Popen[str]:
+    def keeper(
+        self, *modules: str, ready: bool = True, options: tuple[str, ...] = (), **more: str
+    ) -> subprocess.Popen[str]:
         """Start one; with `ready`, its spare has imported all."""
-        argv = [sys.executable, self.program(standby), *modules, "--", sys.executable]
+        argv = [sys.executable, *options, self.program(standby), *modules, "--", sys.executable, *options]
         process = self.start(argv, self.environment(**more))
         say(process, "prepare")
         if ready:
@@ -92,6 +95,24 @@ class Site:
     def wrapper(self, *words: str, **more: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-I", "-S", self.program(wrapper), "--", sys.executable, *words]
         return self.start(argv, self.environment(**{"STEPKEEPER_STANDBY_WORDS": "1", "STEPKEEPER_LAUNCH": "6"} | more))
+
+    def site(self) -> str:
+        """Return the directory by which a rank's own Python finds the wrapper, beside that."""
+        beside = Path(self.program(wrapper)).parent
+        if self.patient:
+            shutil.copytree(
+                Path(str(wrapper.__file__)).parent / "standby_site", beside / "standby_site", dirs_exist_ok=True
+            )
+        return str(beside / "standby_site")
+
+    def rank(self, *words: str, python: tuple[str, ...] = (sys.executable,), **more: str) -> subprocess.Popen[str]:
+        """Start Python without a wrapper, as torchrun does, or a user's own srun line."""
+        variables = self.environment(
+            **{"STEPKEEPER_LAUNCH": "6", wrapper.HOOK: self.address, wrapper.SLOT: "SLURM_LOCALID"}
+        )
+        del variables["STEPKEEPER_STANDBY"]
+        variables["PYTHONPATH"] = f"{self.site()}:{variables['PYTHONPATH']}"
+        return self.start([*python, *words], variables | more)
 
     def script(self, text: str) -> str:
         path = self.place / "elsewhere" / "script.py"
@@ -119,10 +140,12 @@ def say(keeper: subprocess.Popen[str], word: str) -> None:
 
 
 def heard(keeper: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the next line of a keeper's."""
+    """Return the next line of a keeper's about its spare."""
     assert keeper.stdout is not None
-    said: dict[str, Any] = json.loads(keeper.stdout.readline())
-    return said
+    while True:
+        said: dict[str, Any] = json.loads(keeper.stdout.readline())
+        if said["standby"] not in ("taken", "refused"):
+            return said
 
 
 def children_of(pid: int) -> list[int]:

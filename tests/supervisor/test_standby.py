@@ -8,13 +8,16 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from stepkeeper import standby
+from stepkeeper import standby, wrapper
+from stepkeeper.watcher import stop_signal
 from stepkeeper.watcher.processes import kill_ranks
+from stepkeeper_trainer.integrations import hook
 from tests.supervisor.keepers import NODE, WITHIN_S, Site, children_of, heard, say, until
 
 
@@ -70,6 +73,33 @@ def test_a_standby_becomes_what_python_would_have_been(site, module):
     assert warm["environment"]["RANK"] == "3"
     assert warm["environment"]["SET_BY_TORCH"] == "1"
     assert "STEPKEEPER_STANDBY" not in warm["environment"]
+
+
+def test_a_program_of_python_is_one_too(site):
+    """torchrun is a script with a shebang; the wrapper is told by which Python it runs."""
+    program = Path(site.script(f"#!{sys.executable}\n{TELL}")).rename(site.place / "elsewhere" / "torchrun")
+    program.chmod(0o755)
+    (program.parent / "beside.py").touch()
+    keeper = site.keeper()
+    told = []
+    for address in (site.address, ""):
+        process = site.start(
+            [sys.executable, "-I", "-S", site.program(wrapper), "--agent", "--", program.name, "--nnodes=1", "t.py"],
+            site.environment(
+                PATH=f"/nowhere:{program.parent}:{os.environ['PATH']}",
+                STEPKEEPER_STANDBY=address,
+                STEPKEEPER_STANDBY_PYTHON=sys.executable,
+            ),
+        )
+        out, err = process.communicate("given", timeout=WITHIN_S)
+        assert (process.returncode, err) == (0, "said\n")
+        told.append(json.loads(out))
+
+    warm, cold = told
+    assert warm.pop("parents") == keeper.pid
+    assert cold.pop("parents") != keeper.pid
+    assert warm == cold
+    assert warm["argv"] == [str(program), "--nnodes=1", "t.py"]
 
 
 @pytest.mark.parametrize(
@@ -304,3 +334,203 @@ def test_an_environment_that_comes_in_pieces_is_read_whole():
     thread.join(WITHIN_S)
     ours.close()
     theirs.close()
+
+
+# --- a rank that its own Python hands over ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("-u", "script"), ("-u", "-m"), ("script",)], ids=["script", "module", "buffered"])
+def test_a_rank_that_others_have_started_becomes_a_standby_and_sees_what_it_would_have_seen(site, words):
+    """As torchrun starts its ranks, and srun those of a user's own line: once with the hook, and once as they are."""
+    script = site.script(TELL)
+    (site.place / "elsewhere" / "beside.py").touch()
+    options = tuple(word for word in words if word == "-u")
+    rest = [script, "--steps", "3"]
+    if words[-1] == "-m":
+        (site.place / "elsewhere").rename(site.place / "package")
+        (site.place / "beside.py").touch()
+        rest = ["-m", "package.script", "--steps", "3"]
+    keeper = site.keeper(options=options)
+    told = []
+    for more in ({}, {wrapper.HOOK: "", wrapper.SLOT: "", "PYTHONPATH": str(site.place)}):
+        process = site.rank(*options, *rest, GREETING="grüß\udcff", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="r", **more)
+        out, err = process.communicate("given", timeout=WITHIN_S)
+        assert (process.returncode, err) == (0, "said\n")
+        told.append(json.loads(out))
+
+    warm, cold = told
+    assert warm.pop("parents") == keeper.pid
+    assert cold.pop("parents") == os.getpid()
+    for name in (wrapper.HOOK, wrapper.SLOT):
+        assert cold["environment"].pop(name) == ""
+    assert warm == cold
+
+
+@pytest.mark.parametrize("end", [7, 75, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT])
+def test_the_process_that_was_started_ends_as_the_rank(site, end):
+    """torchrun and srun look at it, and at nothing else."""
+    site.keeper()
+    what = f"os.kill(os.getpid(), {-end})" if end < 0 else f"os._exit({end})"
+    process = site.rank(site.script(f"import os\nprint(os.getppid())\n{what}\n"), PYTHONUNBUFFERED="1")
+
+    out, err = process.communicate(timeout=WITHIN_S)
+
+    assert (process.returncode, err) == (end, "")
+    assert int(out) != os.getpid(), "a standby has run it"
+
+
+CATCH = """
+import signal, sys, time
+def told(number, _):
+    print(signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, told)
+print("up", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_signals_reach_the_rank(site):
+    """torchrun ends its ranks by SIGTERM, and Slurm signals what it has started."""
+    site.keeper()
+    process = site.rank(site.script(CATCH))
+    assert process.stdout.readline() == "up\n"
+
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "SIGUSR1\n"
+    process.send_signal(signal.SIGTERM)
+
+    assert process.stdout.readline() == "SIGTERM\n"
+    assert process.wait(WITHIN_S) == 5
+
+
+def test_watchers_send_the_stop_signal_to_the_rank_alone(site):
+    """A handler must not run twice; and what the rank has started is no rank, although it has a rank's environment."""
+    site.keeper()
+    process = site.rank(site.script(f"import subprocess\nsubprocess.Popen(['sleep', '600'])\n{CATCH}"), RANK="1")
+    assert process.stdout.readline() == "up\n"
+
+    processes = stop_signal.look(site.run_id, NODE, attempt_max=9, number=signal.SIGTERM)
+
+    assert process.pid in processes
+    (chosen,) = stop_signal.choose(processes, ())
+    assert chosen != process.pid
+    assert processes[chosen].caught
+
+
+def test_watchers_send_the_stop_signal_to_torchruns_ranks_and_not_to_torchrun(site):
+    """Both are standbys: torchrun catches SIGTERM too, and would end its ranks."""
+    hooked = {wrapper.HOOK: f"{site.address}-of-ranks", wrapper.SLOT: "LOCAL_RANK"}
+    hooked["PYTHONPATH"] = f"{site.site()}:{site.place}"
+    agents = site.keeper(**hooked)
+    ranks = site.keeper(STEPKEEPER_STANDBY=hooked[wrapper.HOOK])
+    rank = site.script(CATCH)
+    agent = site.place / "torchrun.py"
+    agent.write_text(
+        "import os, signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, print)\n"
+        "variables = {**os.environ, 'RANK': '3', 'TORCHELASTIC_RUN_ID': 'r', 'LOCAL_RANK': '1'}\n"
+        f"subprocess.run([sys.executable, {rank!r}], env=variables, check=True)\n"
+    )
+    process = site.start(
+        [sys.executable, "-I", "-S", site.program(wrapper), "--agent", "--", sys.executable, str(agent)],
+        site.environment(STEPKEEPER_STANDBY_WORDS="1", **hooked),
+    )
+    assert process.stdout.readline() == "up\n"
+
+    processes = stop_signal.look(site.run_id, NODE, attempt_max=9, number=signal.SIGTERM)
+
+    (chosen,) = stop_signal.choose(processes, ())
+    assert processes[chosen].caught
+    assert chosen in children_of(ranks.pid)
+    assert len(children_of(agents.pid)) == 1, "torchrun is a standby as well"
+
+
+@pytest.mark.parametrize("killed", ["the process that was started", "the keeper"])
+def test_when_one_of_both_is_killed_the_rank_ends(site, killed):
+    keeper = site.keeper()
+    process = site.rank(
+        site.script(
+            "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\nprint('up', flush=True)\ntime.sleep(600)\n"
+        )
+    )
+    assert process.stdout.readline() == "up\n"
+
+    (keeper if killed == "the keeper" else process).kill()
+
+    assert process.wait(WITHIN_S) == -signal.SIGKILL
+    if killed != "the keeper":  # else watchers end what the rank has left behind, and Slurm does
+        until(lambda: not site.ranks(), "the end of the rank and of its child")
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "why"),
+    [
+        (("-B",), {}, "it runs"),
+        ((), {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS has changed"),
+        ((), {"SLURM_LOCALID": "7"}, "[Errno 111] Connection refused"),
+    ],
+)
+def test_where_no_standby_fits_it_is_the_rank_itself(site, options, more, why):
+    """In the same process, which has changed nothing of itself."""
+    site.keeper()
+    script = site.script(
+        "import os, signal, sys\n"
+        "print('ran', os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.pthread_sigmask(0, ()),\n"
+        "    [name for name in os.environ if 'STANDBY' in name], [each for each in sys.path if 'standby_site' in each])"
+    )
+    process = site.rank(*options, script, **more)
+
+    out, err = process.communicate(timeout=WITHIN_S)
+
+    assert (process.returncode, out) == (0, f"ran {process.pid} True set() [] []\n")
+    assert f"no warm standby for this rank: {why}" in err
+
+
+def test_a_python_that_is_no_rank_goes_on(site):
+    """torchrun itself has no LOCAL_RANK; its ranks find what it has inherited."""
+    site.keeper()
+    told = f"import os; print(os.environ['{wrapper.HOOK}'], 'standby_site' in os.environ['PYTHONPATH'])"
+    process = site.rank(site.script(told), **{wrapper.SLOT: "LOCAL_RANK"})
+
+    assert process.communicate(timeout=WITHIN_S) == (f"{site.address} True\n", "")
+
+
+def test_what_a_rank_starts_is_none(site):
+    site.keeper()
+    child = site.place / "child.py"
+    child.write_text("import os\nprint(os.getppid())")
+    started = (
+        "import os, subprocess, sys\nprint(os.getpid(), flush=True)\nsubprocess.run([sys.executable, {!r}], check=True)"
+    )
+    for options in ((), ("-B",)):  # by a standby, and as it is
+        out, _ = site.rank(*options, site.script(started.format(str(child)))).communicate(timeout=WITHIN_S)
+        assert len(set(out.split())) == 1
+
+
+def test_a_sitecustomize_of_the_user_is_loaded_as_ever(site):
+    (site.place / "sitecustomize.py").write_text("import os\nos.environ['THEIRS'] = '1'")
+    keeper = site.keeper()
+
+    process = site.rank(site.script("import os\nprint(os.environ['THEIRS'], os.getppid())"))
+
+    assert process.communicate(timeout=WITHIN_S) == (f"1 {keeper.pid}\n", "")
+
+
+def test_with_the_hook_of_frameworks_before_it_both_do_their_work(site):
+    """`--attach` puts its own directory first."""
+    attach = str(Path(hook.__file__).parent / "site")
+    keeper = site.keeper(PYTHONPATH=f"{attach}:{site.place}", **{hook.VARIABLE: "auto"})
+    script = site.script(
+        "import os, sys\nprint(os.getppid(), os.environ['PYTHONPATH'], any(type(each).__name__ == '_Waiting' "
+        "for each in sys.meta_path), 'sitecustomize' in sys.modules)"
+    )
+    warm = {"PYTHONPATH": f"{attach}:{site.site()}:{site.place}", hook.VARIABLE: "auto"}
+    cold = warm | {"PYTHONPATH": f"{attach}:{site.place}", wrapper.HOOK: "", wrapper.SLOT: ""}
+    told = [site.rank(script, **more).communicate(timeout=WITHIN_S) for more in (warm, cold)]
+
+    expected = f"{attach}:{site.place} True False\n"
+    assert told == [(f"{keeper.pid} {expected}", ""), (f"{os.getpid()} {expected}", "")]

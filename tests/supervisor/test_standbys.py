@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.state import Launch, Leaving, Next, Phase, Plan, Ranks, State
 from stepkeeper.loop_tools import Clock
 from stepkeeper.slurm.launch import Geometry
-from stepkeeper.supervisor.actions import standbys
+from stepkeeper.supervisor.actions import launch, standbys
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper.supervisor.sources.process import Inbox
 
@@ -66,24 +68,34 @@ def job(tmp_path: Path, *command: str) -> Job:
 
 
 @pytest.fixture
-def made(tmp_path, told, monkeypatch):
+def fake(tmp_path, told, monkeypatch):
+    """Makes the standbys of a job, whose srun runs its program here; sees to it that nothing is left of them."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text(SRUN)
     srun.chmod(0o755)
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     inbox = Inbox(Clock())
-    wanted = job(tmp_path)
-    standing = standbys.Standbys(wanted, environment, inbox=inbox, log=told)  # type: ignore[arg-type]
-    yield standing
-    standing.close()
-    limit = time.monotonic() + WITHIN_S
-    while alive(wanted.socket):
-        assert time.monotonic() < limit, "standbys are left behind"
-        time.sleep(0.02)
+    standing = []
+
+    def make(wanted: Job, environment: dict[str, str]) -> standbys.Standbys:
+        standing.append((wanted, standbys.Standbys(wanted, environment, inbox=inbox, log=told)))  # type: ignore[arg-type]
+        return standing[-1][1]
+
+    yield make
+    for wanted, each in standing:
+        each.close()
+        limit = time.monotonic() + WITHIN_S
+        while alive(wanted.socket):
+            assert time.monotonic() < limit, "standbys are left behind"
+            time.sleep(0.02)
     assert inbox.get(0.0) is None, "a thread failed"
+
+
+@pytest.fixture
+def made(fake, tmp_path):
+    return fake(job(tmp_path), {**os.environ, "PYTHONPATH": str(tmp_path)})
 
 
 def alive(socket: str) -> list[str]:
@@ -96,13 +108,13 @@ def alive(socket: str) -> list[str]:
     return found
 
 
-def training(launch: int = 0, nodes: tuple[str, ...] = NODES, plan: Plan | None = None) -> State:
-    running = Launch(ranks=Ranks.RUNNING, number=launch, nodes=nodes)
+def training(number: int = 0, nodes: tuple[str, ...] = NODES, plan: Plan | None = None) -> State:
+    running = Launch(ranks=Ranks.RUNNING, number=number, nodes=nodes)
     return State(phase=Phase.TRAINING, launch=running, leaving=Leaving(plan=plan))
 
 
-def step(number: int, launch: int = 0) -> on.Progressed:
-    return on.Progressed(at=1.0, launch=launch, step=number, loss=1.0, tokens=1)
+def step(number: int, of: int = 0) -> on.Progressed:
+    return on.Progressed(at=1.0, launch=of, step=number, loss=1.0, tokens=1)
 
 
 def test_they_start_with_the_first_new_step_and_serve_the_next_launch(made, told):
@@ -153,11 +165,75 @@ def test_one_that_cannot_import_torch_is_told_and_training_goes_on(made, told, t
     assert told.wait("standby_gone")["why"] == "ImportError: no torch here"
 
 
+def test_a_refusal_is_told(made, told):
+    """Where torchrun or an own srun line starts the ranks, no wrapper reports it."""
+    made.look(step(1), training())
+    told.wait("standby_ready")
+    place = made.variables(1, NODES)[standbys.VARIABLE].replace("%N", "n1")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(WITHIN_S)
+        sock.connect(f"\0{place[1:]}/0")
+        sock.sendall(b'{"prefix": ["perl"], "executable": ""}\n')
+        assert b"refused" in sock.recv(1000)
+
+    assert told.wait("standby_refused")["why"] == f"it runs {sys.executable}, not perl"
+
+
+TORCHRUN = "#!{python}\nprint()\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "agent"),
+    [
+        ("torchrun --nproc-per-node=1 train.py", {standbys.PYTHON: sys.executable}),
+        ("PYTHON -m torch.distributed.run --nproc-per-node=1 -m train", {standbys.WORDS: "1"}),
+        ("srun --ntasks=1 --label env A=1 PYTHON train.py", {}),
+    ],
+)
+def test_ranks_that_others_start_hand_over_themselves(fake, tmp_path, told, line, agent):
+    """A rank of such a launch, started as the launch would, is taken over; PYTHONPATH is the user's again."""
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(TORCHRUN.format(python=sys.executable))
+    torchrun.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:/theirs:"}
+    wanted = job(tmp_path, *line.replace("PYTHON", sys.executable).split())
+    made = fake(wanted, environment)
+    made.look(step(1), training())
+    told.wait("standby_ready")
+    if agent:
+        told.wait("standby_of_torchrun_ready")
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint(os.environ['PYTHONPATH'])\nraise SystemExit(7)")
+    meeting = launch.Meeting(launch=1, nodes=NODES, address="n1", port=1, resume_from=None)
+    found = made.variables(1, NODES)
+    theirs = launch.launch_environment(wanted, meeting, environment | found)
+    assert found.pop(standbys.VARIABLE, "").endswith("agents") == bool(agent)
+    assert {name: value for name, value in found.items() if name in (standbys.PYTHON, standbys.WORDS)} == agent
+
+    done = subprocess.run(
+        [sys.executable, *(["-u"] if agent else []), str(script)],
+        env=theirs | {"LOCAL_RANK" if agent else "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"{tmp_path}:/theirs:\n", "")
+    assert told.wait("standby_taken") == {"launch": 1, "ranks": 1}
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (("torchrun", "train.py"), "CMD starts ranks itself"),
-        (("srun", "-n2", "python", "train.py"), "CMD is an own srun line"),
+        (
+            ("accelerate", "launch", "train.py"),
+            "CMD starts ranks itself, and is not `torchrun OPTIONS script.py`",
+        ),
+        (
+            ("srun", "-n2", "bash", "-c", "python train.py"),
+            "CMD is an own srun line, and not `srun OPTIONS [env NAME=VALUE] python script.py`",
+        ),
         (("bash", "-c", "python train.py"), "CMD is not `python script.py` or `python -m module`"),
     ],
 )

@@ -32,7 +32,7 @@ PASSED_ON = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         "SOCKET", "RUN_ID", "ATTEMPT", "LAUNCH", "RESUME_FROM", "TASKS_PER_NODE", "AGENT_SOCKET", "WATCHER",
-        "STANDBY", "STANDBY_WORDS",
+        "STANDBY", "STANDBY_WORDS", "STANDBY_PYTHON", "STANDBY_HOOK", "STANDBY_SLOT",
         "ERROR_DIR", "REASON", "EXIT_CODE", "CAUSE", "JOB_ID",  # the last four the notify command
         "RESUME_NEWEST", "RELIABILITY", "SKIP_DATA", "ATTACHED", "ATTACH_PACKAGES", "ATTACH_CHECKPOINT", "RELEASE",
         "CONTINUES",  # what a job that was submitted in place of another gets

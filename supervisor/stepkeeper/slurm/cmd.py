@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
@@ -23,7 +24,8 @@ _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh"))
 _LAUNCHERS = frozenset(("torchrun", "ft_launcher", "deepspeed"))  # besides `accelerate launch`
 # that start processes on all nodes of a job, as srun does
 _EVERYWHERE = frozenset(("srun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun", "horovodrun"))
-_LAUNCHER_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
+_TORCHRUN_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch"))
+_LAUNCHER_MODULES = _TORCHRUN_MODULES | {"accelerate.commands.launch"}
 # commands whose own words end where another command begins
 _BEFORE_COMMANDS = frozenset(
     ("env", "exec", "time", "timeout", "nice", "ionice", "nohup", "stdbuf", "numactl", "setsid")
@@ -342,6 +344,7 @@ def leaves_shape_to_the_job(line: Sequence[str]) -> bool:
 # Which CMD a warm standby can stand in for.  Pure.
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?t?")
+_SHEBANG = re.compile(r"(?:#!|'''exec' )(?P<words>.*)")
 _PLAIN = re.compile(r"-[uBOEsPIq]+")  # options of an interpreter without a word of their own
 _WITH_WORD = ("-X", "-W")
 
@@ -372,3 +375,96 @@ def standby_prefix(command: Sequence[str]) -> list[str] | None:
         else:
             return [*command[:place]] if word.endswith(".py") and not word.startswith("-") else None
     return None
+
+
+class OwnStandby(NamedTuple):
+    """A user's own srun line: its options, the words before Python such as `env`, and those of `standby_prefix`."""
+
+    options: list[str]
+    before: list[str]
+    prefix: list[str]
+
+
+# options of srun whose value is the next word, where it is not joined by `=`; of others we say that we do not know
+_VALUES_SHORT = frozenset("ABCcDdeGgiJLMmNnopRrStTwx")
+_VALUES_LONG = frozenset(
+    (
+        "account", "chdir", "constraint", "cpu-bind", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "distribution",
+        "error", "exclude", "export", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint",
+        "input", "job-name", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mpi", "network", "nodelist", "nodes",
+        "ntasks", "ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "output", "partition", "qos", "relative",
+        "reservation", "threads-per-core", "time",
+    )
+)  # fmt: skip
+_PASSERS = frozenset(("env", "numactl", "nice", "ionice", "stdbuf"))  # they become Python, and change no words of it
+# of srun: programs that are not Python, and tasks that do not speak with us
+_NO_STANDBY = re.compile(r":|--(?:multi-prog|pty|het-group|pack-group|bcast)(?:=.*)?")
+
+
+def own_standby(line: Sequence[str]) -> OwnStandby | None:
+    """Take an own srun line apart, `srun OPTIONS [env NAME=VALUE] python script.py`; None where it is another one.
+
+    Where an option is not known, its value counts as a program: none is ever started that is not Python.
+
+    >>> own_standby(["srun", "-n", "8", "--cpu-bind=cores", "env", "A=1", "python", "-u", "train.py", "--steps", "9"])
+    OwnStandby(options=['-n', '8', '--cpu-bind=cores'], before=['env', 'A=1'], prefix=['python', '-u'])
+    >>> own_standby(["srun", "--exclusive", "./launch", "python", "train.py"])
+    >>> own_standby(["srun", "--some-option", "python", "python", "train.py"])
+    """
+    place = 1
+    while place < len(line) and line[place].startswith("-") and line[place] != "--":
+        word = line[place]
+        takes = word[2:] in _VALUES_LONG if word.startswith("--") else len(word) == 2 and word[1] in _VALUES_SHORT  # noqa: PLR2004 - -n
+        place += 2 if takes else 1
+    options = [*line[1:place]]
+    program = [*line[place:]][1:] if line[place : place + 1] == ["--"] else [*line[place:]]
+    start = 0
+    while start < len(program) and _name(program[start]) in _PASSERS:
+        start += 1
+        while start < len(program) and (program[start].startswith("-") or "=" in program[start]):
+            start += 1
+    prefix = standby_prefix(program[start:])
+    blind = any(_PLAIN.fullmatch(word) and {"E", "I"} & set(word) for word in prefix or ())
+    blind = blind or any(word.startswith("PYTHONPATH=") for word in program[:start])
+    if prefix is None or blind or any(map(_NO_STANDBY.fullmatch, options)):
+        return None
+    return OwnStandby(options, program[:start], prefix)
+
+
+def python_of(beginning: str) -> list[str]:
+    """Return the Python that a program's shebang names, also as pip writes a long one; none where it has options.
+
+    >>> python_of("#!/env/bin/python3.11"), python_of("#!/usr/bin/env python3"), python_of("#!/bin/bash")
+    (['/env/bin/python3.11'], ['python3'], [])
+    """
+    for found in _SHEBANG.finditer(beginning):
+        words = [word for word in shlex.split(found["words"]) if not word.startswith("$") and _name(word) != "env"]
+        if len(words) == 1 and _PYTHON.fullmatch(_name(words[0])):
+            return words
+    return []
+
+
+def torchrun_standby(command: Sequence[str], python: Sequence[str]) -> list[str] | None:
+    """Return the words with which the torchrun in CMD starts a rank, up to script or -m; None where it has other ranks.
+
+    Args:
+        command: CMD.
+        python: by which the program `torchrun` runs, and its ranks.
+
+    >>> torchrun_standby(["torchrun", "--nproc-per-node=4", "train.py"], ["/env/bin/python3.11"])
+    ['/env/bin/python3.11', '-u']
+    >>> torchrun_standby(["python", "-m", "torch.distributed.run", "-m", "package.train"], [])
+    ['python', '-u']
+    >>> torchrun_standby(["torchrun", "--no-python", "./train"], ["/env/bin/python3"])
+    """
+    if _name(command[0]) == "torchrun":
+        rest = command[1:]
+    else:
+        prefix = standby_prefix(command) or []
+        if not prefix or command[len(prefix)] != "-m" or command[len(prefix) + 1] not in _TORCHRUN_MODULES:
+            return None
+        rest, python = command[len(prefix) + 2 :], command[:1]
+    options = _before_script(rest)
+    is_python = len(options) < len(rest) or not {"-m", "--module"}.isdisjoint(options)
+    is_other = any(word.replace("_", "-") in ("--no-python", "--run-path") for word in options)
+    return [*python, "-u"] if python and is_python and not is_other else None

@@ -32,6 +32,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     cpus_per_task: int | None = None
     overcommit: bool = False  # fewer CPUs on a node than ranks
 
+    def with_tasks(self, number: int) -> Geometry:
+        """Return the shape with so many tasks on a node, which share the same CPUs."""
+        if number == self.tasks_per_node:
+            return self
+        cpus = (self.cpus_per_task or 0) * self.tasks_per_node
+        overcommit = self.overcommit or cpus < number
+        return Geometry(tasks_per_node=number, cpus_per_task=(cpus // number) or None, overcommit=overcommit)
+
 
 def watcher_argv(nodes: Sequence[str], program: Sequence[str]) -> list[str]:
     """Return the srun line of the watchers: one task a node, beside the training, taking nothing from it.
@@ -49,7 +57,19 @@ def standby_argv(nodes: Sequence[str], geometry: Geometry, program: Sequence[str
     Its cgroup must be that of a training step: CPUs, memory and GPUs.  The rest is as for the watchers.
     """
     shape = [*_shape(nodes, geometry.tasks_per_node), *_cpus(geometry)]
-    return [*shape, *_beside("stepkeeper-standby"), *program]
+    return [*shape, *_beside(_STANDBY), *program]
+
+
+def own_standby_argv(options: Sequence[str], before: Sequence[str], program: Sequence[str]) -> list[str]:
+    """Return the srun line of the standbys of a user's own srun line.
+
+    Args:
+        options: the user's own, which say where ranks are and how they are bound.  Ours say how tasks speak with us.
+        before: what stands before Python, such as `env NAME=VALUE`.
+        program: of the standbys.
+    """
+    speaking = ("--input=all", "--output=all", "--error=all", f"--job-name={_STANDBY}")
+    return ["srun", "--mem=0", *options, *(each for each in _BESIDE if each != "--mem=0"), *speaking, *before, *program]
 
 
 def training_argv(
@@ -94,6 +114,9 @@ def _cpus(geometry: Geometry) -> list[str]:
 # of every Slurm step of ours, beside others, and stopped by us alone: when a rank dies, the others may still finish the
 # commit in flight
 _BESIDE = ("--overlap", "--mem=0", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+
+
+_STANDBY = "stepkeeper-standby"
 
 
 def _beside(name: str) -> list[str]:

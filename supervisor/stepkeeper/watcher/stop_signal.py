@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from stepkeeper import wrapper
 from stepkeeper.core.policy import STOP_SIGNALS
 from stepkeeper.slurm.cmd import is_shell
 from stepkeeper.watcher.processes import RankSteps, rank_processes
@@ -103,14 +104,23 @@ def _read(pid: int, number: int) -> Process:
     with open(f"/proc/{pid}/environ", "rb") as file:
         variables = file.read().split(b"\0")
     bit = 1 << (number - 1)
+    stands_in = said["Name"] == wrapper.STAND_IN  # the rank itself is another process, and gets the signal
     return Process(
         pid=pid,
         parent=int(said["PPid"]),
         name=said["Name"],
-        caught=bool(int(said["SigCgt"], 16) & bit),
-        ignored=bool(int(said["SigIgn"], 16) & bit),
-        marks=frozenset(mark for mark in _OF_RANKS if any(each.startswith(mark) for each in variables)),
+        caught=bool(int(said["SigCgt"], 16) & bit) and not stands_in,
+        ignored=bool(int(said["SigIgn"], 16) & bit) or stands_in,
+        marks=_marks(variables),
     )
+
+
+def _marks(variables: Sequence[bytes]) -> frozenset[bytes]:
+    """Return those of a process; a standby shows the environment of its keeper, and is a rank all the same."""
+    names = {each.partition(b"=")[0] for each in variables}
+    if b"STEPKEEPER_STANDBY" in names and wrapper.HOOK.encode() not in names:  # with both it is torchrun
+        return frozenset(_OF_RANKS)
+    return frozenset(mark for mark in _OF_RANKS if mark.removesuffix(b"=") in names)
 
 
 def send_stop_signal(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 
@@ -16,21 +18,27 @@ import msgspec
 import structlog
 
 from stepkeeper import standby as program
+from stepkeeper import wrapper
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Next, Phase, State
 from stepkeeper.log import PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd as lines
-from stepkeeper.slurm.launch import standby_argv
+from stepkeeper.slurm.launch import own_standby_argv, standby_argv
 from stepkeeper.supervisor.actions.launch import SRUN_LOG, Job, Meeting, launch_environment
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.supervisor.srun import Srun
 
 ENDED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
 ERROR_CHARACTERS_MAX = 300
+TORCHRUN, OMP = "torchrun", "OMP_NUM_THREADS"
+RANKS, AGENTS = "ranks", "agents"
 LOG = "standby.log"  # beside the logs of an attempt's launches
-VARIABLE, WORDS = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS"
+VARIABLE, WORDS, PYTHON = "STEPKEEPER_STANDBY", "STEPKEEPER_STANDBY_WORDS", "STEPKEEPER_STANDBY_PYTHON"
+_SITE = os.path.join(os.path.dirname(os.path.abspath(wrapper.__file__)), "standby_site")
+_BEGINNING_CHARACTERS = 1000
+_LABEL = re.compile(rb"\s*\d+: ")  # of srun, where the user's own line has `--label`
 _OVER = (Phase.CLOSING, Phase.REQUEUEING, Phase.DONE)
 _OOM = "oom"  # of the kernel's word on a standby's step, whose ranks are the launch's
 
@@ -38,21 +46,56 @@ _OOM = "oom"  # of the kernel's word on a standby's step, whose ranks are the la
 class Said(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a keeper's."""
 
-    standby: str  # `ready` or `gone`
+    standby: str  # `ready`, `gone`, `taken` or `refused`
     node: str
     slot: str
+    of: int = 1  # so many keepers are in the step
     rss_mib: int = 0
     why: str = ""
 
 
-def impossible(job: Job) -> str:
-    """Return why no standby can stand in for this CMD; empty where one can."""
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How standbys stand in for the ranks of a CMD."""
+
+    prefix: list[str] = []  # the words with which a rank is started, up to its script or -m; empty: none can be
+    why_not: str = ""
+    slot: str = ""  # where its own Python hands a rank over: the variable that says which of a node's ranks it is
+    own: lines.OwnStandby | None = None  # of a user's own srun line
+    agent: list[str] = []  # the words with which torchrun itself is started, where a standby stands in for that too
+    is_script: bool = False  # its Python is named by its shebang, and not in CMD
+
+
+def way(job: Job, environment: Mapping[str, str]) -> Way:
+    """Return how standbys stand in for the ranks of this CMD, or why none can."""
     if not job.wrapped:
-        return "CMD is an own srun line"
-    if job.launcher:
-        return "CMD starts ranks itself"
-    if lines.standby_prefix(job.command) is None:
-        return "CMD is not `python script.py` or `python -m module`"
+        own = lines.own_standby(job.command)
+        if own is None:
+            return Way(why_not="CMD is an own srun line, and not `srun OPTIONS [env NAME=VALUE] python script.py`")
+        return Way(prefix=own.prefix, own=own, slot="SLURM_LOCALID")
+    if job.launcher and not job.torchrun:
+        python = lines.python_of(_beginning(job.command[0], environment))
+        prefix = lines.torchrun_standby(job.command, python)
+        if prefix is None:
+            return Way(why_not="CMD starts ranks itself, and is not `torchrun OPTIONS script.py`")
+        agent = lines.standby_prefix(job.command)
+        return Way(prefix=prefix, slot="LOCAL_RANK", agent=agent or python, is_script=agent is None)
+    prefix = lines.standby_prefix(job.command)
+    if prefix is None:
+        return Way(why_not="CMD is not `python script.py` or `python -m module`")
+    if not job.torchrun:
+        return Way(prefix=prefix)
+    return Way(
+        prefix=prefix, slot="LOCAL_RANK", agent=lines.python_of(_beginning(TORCHRUN, environment)), is_script=True
+    )
+
+
+def _beginning(name: str, environment: Mapping[str, str]) -> str:
+    """Return how a program begins, which says by which Python it runs."""
+    with (
+        contextlib.suppress(OSError),  # the launch says that there is none
+        open(shutil.which(name, path=environment.get("PATH")) or name, encoding="utf-8", errors="replace") as file,
+    ):
+        return file.read(_BEGINNING_CHARACTERS)
     return ""
 
 
@@ -79,21 +122,22 @@ class Standbys:
         """
         self._job, self._environment, self._modules = job, environment, modules
         self._inbox, self._log = inbox, log
-        self._why_not = impossible(job)
-        self._step: _Step | None = None
+        self._way = way(job, environment)
+        self._steps: list[_Step] = []  # of the ranks, and of torchrun where there is one
         self._furthest = -1
         self._prepared: int | None = None  # the newest launch whose spares were asked for
-        if self._why_not:
-            log.warning("standby_impossible", why=self._why_not)
+        if self._way.why_not:
+            log.warning("standby_impossible", why=self._way.why_not)
 
     def look(self, event: on.Event, state: State) -> None:
         """Take in what has just been decided."""
-        if self._why_not:
+        if self._way.why_not:
             return
         if state.phase in _OVER:
             self.close()
-        elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH and self._step is not None:
-            self._step.leave()  # ranks among them come to their end
+        elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH:
+            for step in self._steps:
+                step.leave()  # ranks among them come to their end
         elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch.number:
             is_new = event.step > self._furthest
             self._furthest = max(self._furthest, event.step)
@@ -103,40 +147,86 @@ class Standbys:
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""
-        if self._step is not None:
-            self._step.say("alive")
+        for step in self._steps:
+            step.say("alive")
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
-        """Return what has the wrappers of a launch on these nodes look for a standby; ends those of another world."""
-        step = self._step
-        if step is None or not step.runs:
+        """Return what has the ranks of a launch on these nodes look for a standby; ends those of another world."""
+        if not self._steps or not self._steps[0].runs:
             return {}
-        if step.nodes != nodes:
+        if self._steps[0].nodes != nodes:
             self.close()
             return {}
-        step.launch = launch
-        return {VARIABLE: step.address, WORDS: str(len(step.prefix))}
+        ranks, *agents = self._steps
+        ranks.expect(launch)
+        way = self._way
+        if not way.slot:
+            return {VARIABLE: ranks.address, WORDS: str(len(way.prefix))}
+        found = self._hook(ranks.address)
+        if agents and agents[0].runs:
+            agents[0].expect(launch)
+            found[VARIABLE] = agents[0].address
+            found |= {PYTHON: way.agent[0]} if way.is_script else {WORDS: str(len(way.agent))}
+        return found
 
     def close(self) -> None:
         """End all."""
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+        for step in self._steps:
+            step.close()
+        self._steps = []
+
+    def _hook(self, address: str) -> dict[str, str]:
+        """Return what has a rank's own Python hand over."""
+        behind = self._environment.get("PYTHONPATH")
+        path = _SITE if behind is None else f"{_SITE}:{behind}"
+        return {wrapper.HOOK: address, wrapper.SLOT: self._way.slot, "PYTHONPATH": path}
 
     def _prepare(self, launch: int, nodes: tuple[str, ...]) -> None:
-        if self._step is not None and (self._step.nodes != nodes or not self._step.runs):
+        if any(step.nodes != nodes or not step.runs for step in self._steps):
             self.close()
-        if self._step is None:
-            self._step = _Step(
-                self._job,
-                nodes,
-                launch,
-                environment=self._environment,
-                modules=self._modules,
-                inbox=self._inbox,
-                log=self._log,
-            )
-        self._step.say("prepare")
+        if not self._steps:
+            self._steps = [self._of_ranks(launch, nodes)]
+            if self._way.agent:
+                self._steps.append(self._of_agents(launch, nodes, self._steps[0].address))
+        for step in self._steps:
+            step.say("prepare")
+
+    def _of_ranks(self, launch: int, nodes: tuple[str, ...]) -> _Step:
+        job, own = self._job, self._way.own
+        program = _program(self._way.prefix, self._modules)
+        if own is not None:
+            return self._start(launch, nodes, RANKS, own_standby_argv(own.options, own.before, program), {})
+        geometry, more = job.geometry, {}
+        if job.launcher:
+            each = job.ranks(nodes[:1]) or geometry.tasks_per_node
+            geometry = geometry.with_tasks(each)
+            if each > 1 and OMP not in self._environment:
+                more[OMP] = "1"  # as torchrun gives its ranks
+        return self._start(launch, nodes, RANKS, standby_argv(nodes, geometry, program), more)
+
+    def _of_agents(self, launch: int, nodes: tuple[str, ...], ranks: str) -> _Step:
+        program = _program(self._way.agent, ("torch.distributed.run",))
+        argv = standby_argv(nodes, self._job.geometry.with_tasks(1), program)
+        return self._start(launch, nodes, AGENTS, argv, self._hook(ranks))
+
+    def _start(self, launch: int, nodes: tuple[str, ...], what: str, argv: list[str], more: Mapping[str, str]) -> _Step:
+        meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
+        environment = launch_environment(self._job, meeting, {**self._environment, **more})
+        environment.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
+        return _Step(
+            self._job,
+            nodes,
+            launch,
+            what=what,
+            argv=argv,
+            environment=environment,
+            inbox=self._inbox,
+            log=self._log,
+        )
+
+
+def _program(prefix: Sequence[str], modules: Sequence[str]) -> list[str]:
+    return [*prefix, os.path.abspath(program.__file__), *modules, "--", *prefix]
 
 
 class _Step:
@@ -148,29 +238,26 @@ class _Step:
         nodes: tuple[str, ...],
         launch: int,
         *,
+        what: str,
+        argv: list[str],
         environment: Mapping[str, str],
-        modules: Sequence[str],
         inbox: Inbox,
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
-        self.nodes, self.launch = nodes, launch
-        self.prefix = lines.standby_prefix(job.command) or []
-        self.address = f"{job.socket}/standby-{launch}"  # those of a step before may still be about to leave
+        self.nodes, self._launch, self._what = nodes, launch, what
+        self.address = f"{job.socket}/standby-{launch}-{what}"  # those of a step before may still be about to leave
         self._job, self._inbox, self._log = job, inbox, log
         self._srun = Srun(
             inbox, Part.STANDBYS, "standby", on_word=self._on_word, on_line=self._hear, errors=Part.STANDBYS
         )
         self._leaving = self._closed = False
         self._ready: dict[tuple[str, str], int] = {}  # node, slot -> MiB
+        self._taken = self._of = 0  # keepers that have a rank, and how many there are
         self._error = ""
         logs = RunDirectory(job.run_directory)
         self._words = PatientStream(lambda: (logs.logs(job.attempt, 0).parent / LOG).open("a", encoding="utf-8"))
-        words = [*self.prefix, os.path.abspath(program.__file__), *modules, "--", *self.prefix]
-        argv = standby_argv(nodes, job.geometry, words)
-        meeting = Meeting(launch=launch, nodes=nodes, address="", port=0, resume_from=None)
-        variables = launch_environment(job, meeting, environment) | {VARIABLE: self.address}
-        variables.pop("SLURMD_NODENAME", None)  # each task has its own; by the batch host's, watchers would end srun
-        inbox.run(Part.STANDBYS, lambda: self._run(argv, variables), name="standby")
+        theirs = {**environment, VARIABLE: self.address}
+        inbox.run(Part.STANDBYS, lambda: self._run(argv, theirs), name="standby")
 
     @property
     def runs(self) -> bool:
@@ -182,6 +269,10 @@ class _Step:
         if word == "prepare":
             self._ready.clear()
         self._srun.say(word.encode() + b"\n")
+
+    def expect(self, launch: int) -> None:
+        """Their ranks will be those of this launch."""
+        self._launch, self._taken = launch, 0
 
     def leave(self) -> None:
         """Have those leave that wait, and the others when their rank has ended."""
@@ -212,21 +303,32 @@ class _Step:
 
     def _hear(self, line: bytes) -> None:
         try:
-            said = msgspec.json.decode(line, type=Said)
+            said = msgspec.json.decode(_LABEL.sub(b"", line, count=1), type=Said)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return  # what a module says when it is imported
-        if said.standby != "ready":
-            self._log.warning("standby_gone", node=said.node, slot=said.slot, why=redact(said.why))
-            return
-        self._ready[said.node, said.slot] = said.rss_mib
-        if len(self._ready) == self._job.tasks(self.nodes):
-            self._log.info("standby_ready", ranks=len(self._ready), mib=max(self._ready.values()))
+        if said.standby == "ready":
+            self._ready[said.node, said.slot] = said.rss_mib
+            self._of = said.of
+            if len(self._ready) < said.of:
+                return
+            mib = max(self._ready.values())
+            if self._what == RANKS:
+                self._log.info("standby_ready", ranks=said.of, mib=mib)
+            else:
+                self._log.info("standby_of_torchrun_ready", nodes=said.of, mib=mib)
+        elif said.standby == "taken":
+            self._taken += 1
+            if self._taken == self._of and self._what == RANKS:  # the wrapper tells of torchrun itself
+                self._log.info("standby_taken", launch=self._launch, ranks=self._taken)
+        else:
+            name = "standby_gone" if said.standby == "gone" else "standby_refused"
+            self._log.warning(name, node=said.node, slot=said.slot, why=redact(said.why))
 
     def _on_word(self, text: str) -> None:
         """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
         self._words.write(text + "\n")
         self._error = text[:ERROR_CHARACTERS_MAX]
         if _OOM in text.lower():
-            path = RunDirectory(self._job.run_directory).logs(self._job.attempt, self.launch) / SRUN_LOG
+            path = RunDirectory(self._job.run_directory).logs(self._job.attempt, self._launch) / SRUN_LOG
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")  # a full disk: the exit by SIGKILL is reported all the same

@@ -148,7 +148,7 @@ class Agreement:
 
     def __init__(self, group: Any | None, *, within_s: float) -> None:
         """Take a gloo group of all ranks; None for a process alone.  Others are waited for up to `within_s` seconds."""
-        self.group = group
+        self._group = group
         self.within_s = within_s
         self._rank = dist.get_rank(group) if group is not None else 0
         self._world_size = dist.get_world_size(group) if group is not None else 1
@@ -158,6 +158,12 @@ class Agreement:
         self._left: object = None
         self._usual: tuple[array[int], Proposal] | None = None  # what was read last: most steps say the same
 
+    @property
+    def group(self) -> Any | None:
+        """The group, for other collectives of the main thread: every message before them is on its way."""
+        self._starter.wait(STARTED_WITHIN_S)
+        return self._group
+
     def read(self, own: Callable[[], Proposal], *, within_s: float | None = None) -> Proposal:
         """Return what all ranks said at the boundary before; alone, what this one says now: its `own`.
 
@@ -166,7 +172,7 @@ class Agreement:
             LateError: another rank did not come.
             RankEndedError: another rank ended.
         """
-        if self.group is None:
+        if self._group is None:
             return own()
         if self._pending is None:
             return Proposal()
@@ -179,14 +185,14 @@ class Agreement:
 
     def issue(self, own: Proposal, call: Call = Call.STEP) -> None:
         """Say what this rank knows at the end of a step; nobody waits."""
-        if self.group is None:
+        if self._group is None:
             return
         assert self._pending is None, "the answer before was not read"
         self._pending = self._send(call, own.pack)
 
     def leave(self, own: Proposal) -> None:
         """Say a last word in place of the next one, whether or not the one before was read; nobody waits."""
-        if self.group is not None:
+        if self._group is not None:
             self._left = self._pending, self._send(Call.STEP, own.pack)  # what is on its way must stay
             self._pending = None
 
@@ -198,7 +204,7 @@ class Agreement:
             LateError: another rank did not come within `within_s` seconds.
             RankEndedError: another rank ended.
         """
-        if self.group is None:
+        if self._group is None:
             return list(values)
         numbers = self._receive(self._send(call, lambda: values), self.within_s if within_s is None else within_s)
         self._check_calls(numbers)
@@ -221,35 +227,35 @@ class Agreement:
         Raises:
             StepkeeperError: that of the lowest rank that has one, in the same words on all ranks.
         """
-        if self.group is None:
+        if self._group is None:
             if own is not None:
                 raise own
             return
         [wrong] = self.settle(call, [int(own is not None)])
         if not wrong:
             return
-        everyone = groups.all_gather((type(own), str(own)) if own is not None else None, self.group)
+        everyone = groups.all_gather((type(own), str(own)) if own is not None else None, self._group)
         rank = next(rank for rank, found in enumerate(everyone) if found is not None)
         kind, text = everyone[rank]
         raise kind(f"rank {rank}: {text}") from own
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` on every rank (at start-up)."""
-        if self.group is None:
+        if self._group is None:
             return [value]
         self.settle(Call.START, [])
-        return groups.all_gather(value, self.group)
+        return groups.all_gather(value, self._group)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
-        if self.group is None:
+        if self._group is None:
             return value
         self.settle(Call.START, [])
-        return groups.broadcast(value, self.group)
+        return groups.broadcast(value, self._group)
 
     def close(self) -> None:
         """End the group, once the last word is on its way."""
-        group, self.group = self.group, None
+        group, self._group = self._group, None
         self._starter.wait(STARTED_WITHIN_S)
         if group is not None and dist.is_initialized():
             groups.close(group)
@@ -258,7 +264,7 @@ class Agreement:
         """Begin to reduce a message; nobody waits."""
         self._count += 1
         message = Message(call)
-        self._starter.do(partial(self._start, message, pack, self.group))
+        self._starter.do(partial(self._start, message, pack, self._group))
         return message
 
     def _start(self, message: Message, pack: Callable[[], Sequence[int]], group: Any) -> None:
@@ -309,7 +315,7 @@ class Agreement:
         """Name the ranks that do not wait: those that wait say so in the store of the job."""
         try:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
-            prefix = f"stepkeeper/waits/{self.group.group_name if self.group is not None else ''}/{self._count}"
+            prefix = f"stepkeeper/waits/{self._group.group_name if self._group is not None else ''}/{self._count}"
             store.set(f"{prefix}/{self._rank}", "")
             time.sleep(MISSING_WITHIN_S)
             missing = [rank for rank in range(self._world_size) if not store.check([f"{prefix}/{rank}"])]

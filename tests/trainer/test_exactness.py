@@ -330,6 +330,95 @@ def test_what_holds_no_position_does_not_hide_that_it_is_missing(tmp_path: Path,
     assert len(said("data_position_not_saved")) == 1
 
 
+def test_a_schedule_a_scaler_or_an_optimizer_that_the_state_lacks_is_told(tmp_path: Path, said: Said) -> None:
+    loop = Loop(tmp_path / "run")
+    parts = [torch.optim.lr_scheduler.ConstantLR(loop.optimizer), torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(loop.optimizer, parts, [3])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    critic = torch.nn.Linear(4, 1)
+    other = torch.optim.Adam(critic.parameters())
+    for _ in range(4):
+        scaler.scale(critic(torch.ones(4)).sum()).backward()
+        scaler.step(other)
+        scaler.update()
+        loop.train()
+        schedule.step()
+        loop.manager.step_done()
+
+    told = said("part_not_saved")
+    assert sorted(line.split("part=")[1].split(" ")[0] for line in told) == ["Adam", "GradScaler", "SequentialLR"]
+    assert all("step=2" in line and "CheckpointManager(state={...})" in line for line in told)
+
+
+@pytest.mark.parametrize("which", ["given", "own", "unused", "each step"])
+def test_no_part_is_told_that_is_given_or_may_be(tmp_path: Path, said: Said, which: str) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    schedule = torch.optim.lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    given = {"critic": model, "adam": optimizer, "schedule": schedule, "scaler": scaler}
+    loop = Loop(tmp_path / "run", more={"given": given, "own": {"position": Position()}}.get(which, {}))
+    for _ in range(3):
+        if which == "each step":  # as of an attack on the inputs
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.Adam(model.parameters())
+        if which != "unused":
+            scaler = scaler if which != "each step" else torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale(model(torch.ones(4)).sum()).backward()
+            scaler.step(optimizer)
+            if which != "each step":
+                scaler.update()
+                schedule.step()
+        loop.train()
+        loop.manager.step_done()
+
+    assert said("part_not_saved") == []
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients_that_wait_for_a_later_step_are_told_once(
+    tmp_path: Path, said: Said, micro_batches: int, *, scaled: bool
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
+    loop = Loop(tmp_path / "run")
+    for number in range(1, 9):
+        scaler.scale(loop.model(torch.ones(4, 4)).square().mean()).backward()
+        if number % micro_batches == 0:
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+        loop.sampler.advance(4)
+        loop.manager.step_done()
+
+    (line,) = said("gradients_not_saved")
+    assert "step=1 " in line
+    assert "after all its micro-batches" in line
+
+
+@pytest.mark.parametrize("which", ["kept", "warms up", "through data", "left out", "not finite"])
+def test_gradients_that_no_later_step_takes_are_not_told(tmp_path: Path, said: Said, which: str) -> None:
+    loop = Loop(tmp_path / "run")
+    for _ in range(3):
+        loop.optimizer.zero_grad()  # at the beginning: gradients are still there at step_done
+        loss = loop.model(torch.ones(4, 4)).square().mean()
+        (loss * (float("inf") if which == "not finite" else 1.0)).backward()
+        if which == "warms up":
+            loop.optimizer.param_groups[0]["lr"] = 0.0
+        if which == "through data":
+            for each in loop.model.parameters():
+                each.data = each.data * 0.5
+        elif which == "left out":
+            loop.optimizer.zero_grad(set_to_none=False)
+        elif which != "not finite":
+            loop.optimizer.step()
+        loop.sampler.advance(4)
+        loop.manager.step_done()
+
+    assert said("gradients_not_saved") == []
+
+
 class Position:
     """A position in the data of the script's own."""
 

@@ -248,7 +248,7 @@ class CheckpointManager:
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self._link)
             self._exactness = Exactness(
                 self._state.main_module if self._hooks else None,
-                self._state.others,
+                self._state,
                 resumed=resumed,
                 run_directory=self.run_dir,
                 environment=self._environment,

@@ -6,7 +6,8 @@ another run where
 * an evaluation after `step_done` draws random numbers: `Evaluations` sees it while it happens;
 * anything else draws where a resume does not, or does not where a resume draws: `Redrawn` compares the generators at
   the next `step_done` after a save with those at the same `step_done` after a resume;
-* the data position is not in the state, or does not move: `Position` looks at the first two `step_done`.
+* the data position is not in the state, or does not move: `Position` looks at the first two `step_done`;
+* training uses another part that is not in the state: `Omissions` looks at the same two.
 
 A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.
 
@@ -42,6 +43,7 @@ from stepkeeper_trainer.formats.messages import Replayed, shorten
 from stepkeeper_trainer.formats.plain import DecodeError, decode_format, open_plain, read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.observe.metrics import METRICS_NAME
+from stepkeeper_trainer.observe.omissions import Omissions
 from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.save.save import conditions
 from stepkeeper_trainer.state import random_state
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.formats.lineage import LeftOut
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.load.resume import Resumed
+    from stepkeeper_trainer.state.training import TrainingState
 
 
 STEPS_MAX = 200  # that are compared, the first ones after the resume
@@ -278,14 +281,15 @@ class Exactness:
     def __init__(
         self,
         model: torch.nn.Module | None,
-        parts: Mapping[str, object],
+        state: TrainingState,
         *,
         resumed: Resumed,
         run_directory: Path,
         environment: Environment,
     ) -> None:
-        """Begin right after a resume; `parts` are what the state holds beside model and optimizer."""
-        self._position = Position(parts)
+        """Begin right after a resume; `model` is what hooks may be attached to."""
+        self._position = Position(state.others)
+        self._omissions = Omissions(state)
         self._sequence = 0  # of the newest save that was seen
         self._evaluations = Evaluations(model)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
@@ -295,6 +299,7 @@ class Exactness:
         self._evaluations.forget()
         self._redrawn.arrive(step)
         self._position.arrive(step)
+        self._omissions.arrive(step)
 
     def leave(self, step: int, sequence: int, *, of_now: bool) -> None:
         """Note how things are as `step_done` ends; `sequence` is that of the newest save, `of_now` if of this step."""

@@ -1,0 +1,176 @@
+"""What training uses and the state does not have, looked for on rank 0 in the first two steps: each is said once.
+
+A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, and
+gradients that one `step_done` leaves for the next one.  A part of the script's own may hold what is missing elsewhere:
+where the state has one, only gradients are looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stepkeeper_trainer.log import warn
+from stepkeeper_trainer.sampler import GlobalSampler
+from stepkeeper_trainer.state.tree import local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from stepkeeper_trainer.state.training import TrainingState
+
+KINDS = (LRScheduler, Optimizer, GradScaler)
+KNOWN = ("torch", "torchdata", "datasets", "stepkeeper_trainer")  # packages whose parts hold nothing of these kinds
+PROBES = 4  # weights of which a number is compared
+LOOKS = 2  # steps that are looked at
+
+
+class _Seen(NamedTuple):
+    """What lived as the first step ended, and how it was."""
+
+    reference: weakref.ref[Any]
+    was: list[int]
+
+
+class Omissions:
+    """Of rank 0; used by its main thread alone."""
+
+    def __init__(self, state: TrainingState) -> None:
+        """Begin right after a resume."""
+        self._state = state
+        self._steps = 0
+        self._seen: list[_Seen] = []
+        self._weights = self._versions()
+        self._numbers = self._probe()
+        self._scalings = _scalings()
+
+    def arrive(self, step: int) -> None:
+        """Look around as `step_done` begins."""
+        self._steps += 1
+        if self._steps > LOOKS:
+            return
+        if self._steps == 1 and not any(map(_may_hold_more, self._state.others.values())):
+            self._seen = [_Seen(weakref.ref(each), _counts(each)) for each in _living()]
+        elif self._steps == LOOKS:
+            self._check_parts(step)
+        if self._check_gradients(step) or self._steps == LOOKS:
+            self._weights, self._numbers = [], []
+            return
+        self._weights, self._numbers, self._scalings = self._versions(), self._probe(), _scalings()
+
+    def _check_parts(self, step: int) -> None:
+        seen, self._seen = self._seen, []
+        living = [(each, was) for each, was in ((one.reference(), one.was) for one in seen) if each is not None]
+        saved = [part.optimizer for part in self._state.optimizers.values()]
+        others = set(map(id, _with_members(self._state.others.values())))
+        known = {id(weight) for part in self._state.modules.values() for weight in part.parameters().values()}
+        trained = {id(weight) for one in saved for weight in _weights_of(one)}
+        for each, was in living:
+            if id(each) in others or (isinstance(each, LRScheduler) and _contained(each, living)):
+                continue
+            if isinstance(each, LRScheduler):
+                missing = any(each.optimizer is one for one in saved)
+            elif isinstance(each, Optimizer):
+                own = set(map(id, _weights_of(each)))
+                missing = _counts(each) != was and not own & trained and bool(each.state or own - known)
+            else:
+                missing = _counts(each) != was
+            if missing:
+                warn(
+                    "part_not_saved",
+                    step=step,
+                    part=type(each).__name__,
+                    why="training uses it, and the state does not have it: "
+                    "unless the script restores it, a resume begins it again",
+                    remedy=f"give it a name of its own in CheckpointManager(state={{...}}): {_advice(each)}",
+                )
+
+    def _check_gradients(self, step: int) -> bool:
+        """Say whether gradients wait for a later step, as when `step_done` comes after each micro-batch."""
+        weights = self._weights_of_all()
+        if not weights or self._versions() != self._weights or self._probe() != self._numbers:
+            return False  # an optimizer has stepped, perhaps at a learning rate of 0, perhaps through `.data`
+        gradients = [local(each.grad) for each in weights if each.grad is not None and not each.grad.is_sparse]
+        if not gradients or _scalings() != self._scalings or _living((torch.cuda.CUDAGraph,)):
+            return False  # a scaler has left out the step, perhaps for another rank; a replayed graph moves no counter
+        finite = all(bool(each.isfinite().all()) for each in gradients)
+        if not finite or not any(bool(each.any()) for each in gradients):
+            return False  # the script may leave out a step whose gradients are not finite
+        warn(
+            "gradients_not_saved",
+            step=step,
+            why="no optimizer has stepped before step_done(), and gradients wait for a later step: "
+            "a checkpoint does not have them, so a resume from such a step loses them",
+            remedy="call step_done() once for each optimizer step, after all its micro-batches",
+        )
+        return True
+
+    def _weights_of_all(self) -> list[torch.Tensor]:
+        parts = self._state.optimizers.values()
+        return [weight for part in parts for weight in _weights_of(part.optimizer)]
+
+    def _versions(self) -> list[int]:
+        return _versions(self._weights_of_all())
+
+    def _probe(self) -> list[float]:
+        """Return a number of some weights."""
+        weights = [local(each.detach()) for each in self._weights_of_all()[:PROBES]]
+        plain = [each for each in weights if type(each) is torch.Tensor and each.is_floating_point() and each.numel()]
+        return [float(each[(0,) * each.dim()]) for each in plain]
+
+
+def _weights_of(optimizer: Any) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [count for each in tensors for count in (each._version, local(each)._version)]  # noqa: SLF001
+
+
+def _living(kinds: tuple[type, ...] = KINDS) -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
+def _scalings() -> int:
+    """Return a number that an update of a scaler moves, and its first use does not."""
+    return sum(sum(_counts(each)) for each in _living((GradScaler,)))
+
+
+def _counts(each: Any) -> list[int]:
+    """Return what moves when it is used; asks no device."""
+    if isinstance(each, Optimizer):
+        return _versions(_weights_of(each))
+    kept = [getattr(each, name, None) for name in ("_scale", "_growth_tracker")]  # of a scaler
+    return _versions(tensor for tensor in kept if isinstance(tensor, torch.Tensor))
+
+
+def _with_members(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield parts, and the schedules that a schedule of several has."""
+    for each in parts:
+        yield each
+        yield from _with_members(getattr(each, "_schedulers", ()) if isinstance(each, LRScheduler) else ())
+
+
+def _contained(schedule: LRScheduler, living: Iterable[tuple[Any, object]]) -> bool:
+    """Whether another schedule has it: that one is named."""
+    wholes = [each for each, _ in living if isinstance(each, LRScheduler) and each is not schedule]
+    return any(each is schedule for whole in wholes for each in _with_members(getattr(whole, "_schedulers", ())))
+
+
+def _may_hold_more(part: object) -> bool:
+    """Whether a part may hold schedules, scalers or optimizers: the script's own, and those of other packages."""
+    return not isinstance(part, (*KINDS, torch.nn.Module, GlobalSampler)) and (
+        type(part).__module__.split(".")[0] not in KNOWN
+    )
+
+
+def _advice(each: object) -> str:
+    if isinstance(each, Optimizer):
+        return "the optimizer, and the module that it trains"
+    return "'scheduler': scheduler" if isinstance(each, LRScheduler) else "'scaler': scaler"

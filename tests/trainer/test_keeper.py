@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,13 +423,14 @@ def test_never_two_saves_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class _Others:
     """Other ranks, whose word on every question is the same."""
 
-    group = None  # no connections to them
+    group = _group = None  # no connections to them
     within_s = 60.0
 
     def __init__(self, *, busy: bool, sequence: int) -> None:
         self.busy, self.sequence = busy, sequence
 
-    def read(self, own: Proposal) -> Proposal:
+    def read(self, propose: Callable[[], Proposal]) -> Proposal:
+        own = propose()
         return replace(own, busy=own.busy or self.busy, sequence=max(own.sequence, self.sequence))
 
     def settle(self, _call: Call, values: list[int], *, within_s: float) -> list[int]:

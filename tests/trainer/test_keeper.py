@@ -441,6 +441,8 @@ class _Others:
 
     def issue(self, own: Proposal) -> None: ...
 
+    def close(self) -> None: ...
+
     raise_together = Agreement.raise_together
 
 

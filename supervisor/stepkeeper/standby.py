@@ -54,7 +54,7 @@ FILES = 3  # stdin, stdout, stderr
 LINE_BYTES_MAX = 4 * 2**20  # a command and an environment
 OOM_SCORE_WAITING = 1000  # when memory runs out, the kernel shall take who only waits
 OOM_SCORE_RANK = 500
-ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # what an interpreter or a library reads when it is loaded: there a spare cannot follow a change any more
 _READ_AT_START = (
     "PYTHON",
@@ -387,7 +387,9 @@ def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
     os.environ.update({**wanted, **by_imports})
     os.umask(task["umask"])
     if set(task["cpus"]) != os.sched_getaffinity(0):
-        os.sched_setaffinity(0, task["cpus"])
+        os.sched_setaffinity(0, task["cpus"])  # the kernel leaves out CPUs that the standbys' Slurm step does not have
+        if missing := set(task["cpus"]) - os.sched_getaffinity(0):
+            raise RefusedError(f"its Slurm step has {len(missing)} CPUs less than the rank's")
     os.chdir(task["directory"])
     if task["words"][0] != "-m":
         os.stat(task["words"][0])  # what is not there is best reported by Python itself

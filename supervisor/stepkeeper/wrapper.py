@@ -16,7 +16,6 @@ Where it is not us who start the rank (torchrun, a user's own srun line), its Py
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import struct
@@ -29,9 +28,9 @@ EXIT_STOPPED = 75
 FAILURE_REPORTED_WITHIN_S = 30.0  # the others hang until somebody knows
 HAND_OVER_WITHIN_S = 5.0  # for each answer of a standby: then the rank is started as ever
 LEAVING_REPORTED_WITHIN_S = 1.0  # the start as well: it is sent once
-ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ABSORBED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # what a rank's own process must pass on once a standby is the rank
-PASSED_ON = (*ABSORBED, signal.SIGQUIT, signal.SIGALRM, signal.SIGCONT, signal.SIGTSTP, signal.SIGURG)
+PASSED_ON = (*ABSORBED, signal.SIGALRM, signal.SIGCONT, signal.SIGTSTP, signal.SIGURG)
 STAND_IN = "sk-stand-in"  # the name of such a process: watchers signal the rank itself
 HOOK, SLOT = "STEPKEEPER_STANDBY_HOOK", "STEPKEEPER_STANDBY_SLOT"
 
@@ -74,6 +73,8 @@ def main(argv: list[str]) -> int:
 def end_as(code: int) -> int:
     """End by the signal by which the rank ended, or return its exit code."""
     if code < 0:
+        import resource  # noqa: PLC0415 - a script's own module may have this name, and a rank's Python loads us first
+
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
+import pytest
+
+from stepkeeper_trainer.coordinate.agreement import Agreement, Call, Message
+from stepkeeper_trainer.errors import LateError
 from stepkeeper_trainer.worker import Worker
 from tests.trainer import warm
 from tests.trainer.ranks import LIMIT_S, ROOT
@@ -48,3 +53,31 @@ def test_a_script_that_ends_while_its_save_works_ends_with_its_own_code() -> Non
     for _ in range(3):
         done = warm.run([sys.executable, "-c", ENDS, str(ROOT)], timeout=LIMIT_S)
         assert (done.returncode, done.stdout) == (3, ""), done.stderr
+
+
+def test_nobody_waits_for_a_thread_that_rests() -> None:
+    """At the end of the process no job begins any more."""
+    idle, worker = Worker("idle"), Worker("some")
+    worker.do(lambda: None)
+    assert worker.wait(LIMIT_S)
+    worker._rest()
+    began = time.monotonic()
+
+    assert idle.wait(LIMIT_S)
+    assert not worker.wait(LIMIT_S)
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+@pytest.mark.parametrize(("after_s", "within_s"), [(1.3, LIMIT_S), (LIMIT_S, 0.2)])
+def test_an_all_reduce_that_starts_late_is_waited_for_as_long_as_ranks_are(
+    after_s: float, within_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL its start waits for all ranks."""
+    agreement, message = Agreement(None, within_s=within_s), Message(Call.STEP)
+    monkeypatch.setattr(agreement, "_missing", lambda: "rank 1")
+    timer = threading.Timer(after_s, lambda: message.started.put((None, ValueError("as torch says"))))
+    timer.start()
+
+    with pytest.raises(ValueError if after_s < within_s else LateError, match=r"as torch says|rank 1 did not come"):
+        agreement._receive(message, within_s)
+    timer.cancel()

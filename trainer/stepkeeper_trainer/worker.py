@@ -38,9 +38,9 @@ class Worker:
         self._jobs.put(job)
 
     def wait(self, within_s: float) -> bool:
-        """Wait until the jobs so far are done; false if that is late."""
-        if self._thread is None:
-            return True
+        """Wait until the jobs so far are done; false if that is late, or the process ends and none begins any more."""
+        if self._thread is None or self._leaving:
+            return self._thread is None
         done = threading.Event()
         self.do(done.set)
         return done.wait(within_s)

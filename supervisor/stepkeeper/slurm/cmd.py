@@ -344,7 +344,7 @@ def leaves_shape_to_the_job(line: Sequence[str]) -> bool:
 # Which CMD a warm standby can stand in for.  Pure.
 
 _PYTHON = re.compile(r"python(?:3(?:\.\d+)?)?t?")
-_SHEBANG = re.compile(r"(?:#!|'''exec' )(?P<words>.*)")
+_SHEBANG = re.compile(r"^(?:#!|'''exec' )(?P<words>.*)", re.MULTILINE)
 _PLAIN = re.compile(r"-[uBOEsPIq]+")  # options of an interpreter without a word of their own
 _WITH_WORD = ("-X", "-W")
 
@@ -354,11 +354,11 @@ def standby_prefix(command: Sequence[str]) -> list[str] | None:
 
     None for everything else: what a shell, a container or `uv run` does before Python starts is not for us to repeat.
 
-    >>> prefix(["/env/bin/python3", "-u", "-X", "dev", "train.py", "--steps", "9"])
+    >>> standby_prefix(["/env/bin/python3", "-u", "-X", "dev", "train.py", "--steps", "9"])
     ['/env/bin/python3', '-u', '-X', 'dev']
-    >>> prefix(["python", "-m", "train"])
+    >>> standby_prefix(["python", "-m", "train"])
     ['python']
-    >>> prefix(["uv", "run", "train.py"]), prefix(["python", "-c", "1"]), prefix(["python", "train"])
+    >>> standby_prefix(["uv", "run", "train.py"]), standby_prefix(["python", "-c", "1"]), standby_prefix(["python", "train"])
     (None, None, None)
     """
     if not command or not _PYTHON.fullmatch(PurePosixPath(command[0]).name):
@@ -398,6 +398,7 @@ _VALUES_LONG = frozenset(
 )  # fmt: skip
 _PASSERS = frozenset(("env", "numactl", "nice", "ionice", "stdbuf"))  # they become Python, and change no words of it
 # of srun: programs that are not Python, and tasks that do not speak with us
+_TIME_LIMIT = re.compile(r"--time(=|$)|-t")
 _NO_STANDBY = re.compile(r":|--(?:multi-prog|pty|het-group|pack-group|bcast)(?:=.*)?")
 
 
@@ -410,13 +411,19 @@ def own_standby(line: Sequence[str]) -> OwnStandby | None:
     OwnStandby(options=['-n', '8', '--cpu-bind=cores'], before=['env', 'A=1'], prefix=['python', '-u'])
     >>> own_standby(["srun", "--exclusive", "./launch", "python", "train.py"])
     >>> own_standby(["srun", "--some-option", "python", "python", "train.py"])
+    >>> own_standby(["srun", "-N2", "python", "-m", "torch.distributed.run", "train.py"])
+    >>> own_standby(["srun", "--export=ALL,PYTHONPATH=/x", "python", "train.py"])
+    >>> own_standby(["srun", "-t", "60", "--time=90", "-n2", "python", "train.py"]).options
+    ['-n2']
     """
-    place = 1
+    place, options = 1, list[str]()
     while place < len(line) and line[place].startswith("-") and line[place] != "--":
         word = line[place]
         takes = word[2:] in _VALUES_LONG if word.startswith("--") else len(word) == 2 and word[1] in _VALUES_SHORT  # noqa: PLR2004 - -n
-        place += 2 if takes else 1
-    options = [*line[1:place]]
+        words = line[place : place + (2 if takes else 1)]
+        place += len(words)
+        if not _TIME_LIMIT.match(word):  # of a launch: the standbys wait before it
+            options += words
     program = [*line[place:]][1:] if line[place : place + 1] == ["--"] else [*line[place:]]
     start = 0
     while start < len(program) and _name(program[start]) in _PASSERS:
@@ -425,20 +432,28 @@ def own_standby(line: Sequence[str]) -> OwnStandby | None:
             start += 1
     prefix = standby_prefix(program[start:])
     blind = any(_PLAIN.fullmatch(word) and {"E", "I"} & set(word) for word in prefix or ())
-    blind = blind or any(word.startswith("PYTHONPATH=") for word in program[:start])
+    blind = blind or any("PYTHONPATH=" in word for word in [*options, *program[:start]])
     if prefix is None or blind or any(map(_NO_STANDBY.fullmatch, options)):
         return None
+    module = program[start + len(prefix) :]
+    if module[0] == "-m" and module[1] in _LAUNCHER_MODULES:
+        return None  # its ranks are not what srun starts
     return OwnStandby(options, program[:start], prefix)
 
 
 def python_of(beginning: str) -> list[str]:
-    """Return the Python that a program's shebang names, also as pip writes a long one; none where it has options.
+    r"""Return the Python that a program's shebang names, also as pip writes a long one; none where it has options.
 
     >>> python_of("#!/env/bin/python3.11"), python_of("#!/usr/bin/env python3"), python_of("#!/bin/bash")
     (['/env/bin/python3.11'], ['python3'], [])
+    >>> python_of("#!/bin/bash\n#! isn't python")
+    []
     """
     for found in _SHEBANG.finditer(beginning):
-        words = [word for word in shlex.split(found["words"]) if not word.startswith("$") and _name(word) != "env"]
+        try:
+            words = [word for word in shlex.split(found["words"]) if not word.startswith("$") and _name(word) != "env"]
+        except ValueError:  # a quote that is not closed: another text, which looks like one
+            continue
         if len(words) == 1 and _PYTHON.fullmatch(_name(words[0])):
             return words
     return []

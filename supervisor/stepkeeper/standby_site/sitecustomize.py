@@ -9,7 +9,8 @@ import sys
 
 
 def _hand_over():
-    if sys.version_info < (3, 10):
+    slot = os.environ.get("STEPKEEPER_STANDBY_SLOT", "")
+    if sys.version_info < (3, 10) or slot not in os.environ:  # torchrun's own Python, or what a rank has started
         return
     import importlib.util
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -256,8 +256,10 @@ class Agreement:
     def close(self) -> None:
         """End the group, once the last word is on its way."""
         group, self._group = self._group, None
+        if group is None:
+            return
         self._starter.wait(STARTED_WITHIN_S)
-        if group is not None and dist.is_initialized():
+        if dist.is_initialized():
             groups.close(group)
 
     def _send(self, call: Call, pack: Callable[[], Sequence[int]]) -> Message:
@@ -283,18 +285,21 @@ class Agreement:
 
     def _receive(self, message: Message, within_s: float) -> array[int]:
         limit_at = time.monotonic() + within_s
-        numbers, work = message.started.get(timeout=STARTED_WITHIN_S)
-        if isinstance(work, RuntimeError):
-            raise _ended(message.call, work) from work
+        while (found := _started(message, limit_at - time.monotonic())) is None:
+            self._check_late(message, limit_at, within_s)
+        numbers, work = found
         if isinstance(work, Exception):
             raise work
         while not _wait(work, limit_at - time.monotonic(), message.call):
-            if time.monotonic() >= limit_at:
-                raise LateError(
-                    f"{self._missing()} did not come to {message.call.method} within {within_s:.0f} s: "
-                    "look at what they do (their stacks), and at whether each rank does as many steps"
-                )
+            self._check_late(message, limit_at, within_s)
         return cast("array[int]", numbers)
+
+    def _check_late(self, message: Message, limit_at: float, within_s: float) -> None:
+        if time.monotonic() >= limit_at:
+            raise LateError(
+                f"{self._missing()} did not come to {message.call.method} within {within_s:.0f} s: "
+                "look at what they do (their stacks), and at whether each rank does as many steps"
+            )
 
     def _check_calls(self, numbers: array[int]) -> None:
         """Raise where ranks are in different methods; all of them see the same numbers."""
@@ -329,10 +334,26 @@ def _between(first: int, last: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
+def _started(message: Message, seconds: float) -> tuple[array[int] | None, Any] | None:
+    """Return what the thread has made of a message; None while it has not.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL the start of a collective waits for all ranks.
+    """
+    try:
+        found: tuple[array[int] | None, Any] = message.started.get(timeout=_slice(seconds))
+    except Empty:
+        return None
+    return found
+
+
+def _slice(seconds: float) -> float:
+    return min(LOOK_EVERY.total_seconds(), max(0.001, seconds))
+
+
 def _wait(work: Any, seconds: float, call: Call) -> bool:
     """Wait for a collective; false while it is not complete.  Raises RankEndedError."""
     try:
-        work.wait(LOOK_EVERY if seconds >= LOOK_EVERY.total_seconds() else timedelta(seconds=max(0.001, seconds)))
+        work.wait(LOOK_EVERY if seconds >= LOOK_EVERY.total_seconds() else timedelta(seconds=_slice(seconds)))
     except RuntimeError as error:
         if not work.is_completed():
             return False

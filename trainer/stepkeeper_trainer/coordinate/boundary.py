@@ -167,8 +167,9 @@ class Boundary:
         for _ in range(HELD_TRIES):
             if not self.begin_together(Call.BEGIN, limit_at=limit_at):
                 return
-            failed = not self._saver.wait_shared(limit_at)
-            if not self.agreement.settle(Call.BEGIN, [int(failed)], within_s=self._save_within_s)[0]:
+            failed = not self._saver.wait(limit_at)
+            within_s = max(0.0, limit_at - time.time()) + self.agreement.within_s
+            if not self.agreement.settle(Call.BEGIN, [int(failed)], within_s=within_s)[0]:
                 break
         self._unequal, self._unequal_save = HOLD_AFTER - 1, self._saver.save_sequence  # the next one is tried as usual
 

@@ -212,7 +212,7 @@ class Saver:
     def renew(self, group: Any | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
         before = self._planner.renew(group)
-        self._worker.do(lambda: groups.close(before))  # nothing waits in it any more: that thread would
+        self._worker.do(partial(_close, before))  # nothing waits in it any more: that thread would
         say("save_group_renewed", rank=self._rank, why="a rank was away for longer than a save could wait")
 
     def note_agreed(self, agreed: Proposal) -> None:
@@ -487,6 +487,13 @@ class Saver:
                     self._guard.failed(error)
         finally:
             save.settled.set()
+
+
+def _close(group: Any) -> None:
+    try:
+        groups.close(group)
+    except (RuntimeError, ValueError) as error:  # saves go on: their thread must
+        warn("group_not_closed", why=error)
 
 
 def _wait(save: Save | None, limit_at: float) -> bool:

@@ -358,8 +358,8 @@ def standby_prefix(command: Sequence[str]) -> list[str] | None:
     ['/env/bin/python3', '-u', '-X', 'dev']
     >>> standby_prefix(["python", "-m", "train"])
     ['python']
-    >>> standby_prefix(["uv", "run", "train.py"]), standby_prefix(["python", "-c", "1"]), standby_prefix(["python", "train"])
-    (None, None, None)
+    >>> standby_prefix(["uv", "run", "train.py"]), standby_prefix(["python", "-c", "1"])
+    (None, None)
     """
     if not command or not _PYTHON.fullmatch(PurePosixPath(command[0]).name):
         return None

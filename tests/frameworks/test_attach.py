@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -50,10 +49,14 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._over.wait(0.005):
-            while (received := self._socket.receive()) is not None:
-                self.said.append(received[0])
+            self._hear()
             if self._until(self.said):
                 self._socket.send("0.0", words.SaveRequest(request_id=1, stop=self._stop, launch="0.0", why="a test"))
+        self._hear()  # what ranks that have ended had said
+
+    def _hear(self) -> None:
+        while (received := self._socket.receive()) is not None:
+            self.said.append(received[0])
 
     def of(self, kind: type[words.FromRank]) -> list[words.FromRank]:
         return [message for message in self.said if isinstance(message, kind)]
@@ -159,7 +162,6 @@ def test_a_notice_has_all_ranks_save_one_step_from_which_the_losses_go_on(
     out = tmp_path / "out"
     with Watcher(tmp_path.name, when) as watcher:
         codes = framework.play(out, losses, arguments=more, further=watcher.environment(tmp_path / "run"))
-        time.sleep(0.1)
 
     assert codes == [75, 75], logs(losses)
     [stopped] = watcher.of(words.Stopped)
@@ -238,7 +240,6 @@ def test_a_notice_between_a_resume_and_the_next_save_of_the_script_is_answered(
         resume = latest(out, capsys)["chosen"]["directory"] if stopped else ""
         with Watcher(f"{tmp_path.name}-{path.name}", at_step(notice_at)) as watcher:
             codes = framework.play(out, path, resume=resume, arguments=more, further=watcher.environment(run))
-            time.sleep(0.1)
         assert codes == [75, 75], logs(path)
         [committed] = [each for each in watcher.of(words.Committed) if each.emergency]
         assert committed.step > stopped, "nothing new was saved"
@@ -285,7 +286,6 @@ def test_a_save_that_is_asked_for_is_made_and_the_training_finishes(name: str, p
     more = ["--steps", str(STEPS), "--every", "100000"]
     with Watcher(tmp_path.name, at_step(5), stop=False) as watcher:
         codes = framework.play(tmp_path / "out", losses, arguments=more, further=watcher.environment(tmp_path / "run"))
-        time.sleep(0.1)
 
     assert codes == [0, 0], logs(losses)
     saved = watcher.of(words.Committed)
@@ -305,7 +305,6 @@ def test_training_has_ended_whatever_the_script_does_then(play, tmp_path: Path) 
     with Watcher(tmp_path.name, lambda _: False) as watcher:
         further = watcher.environment(tmp_path / "run")
         codes = play("huggingface").play(tmp_path / "out", losses, arguments=more, further=further)
-        time.sleep(0.1)
 
     assert codes == [3, 3], logs(losses)
     trained = records.read_trained(tmp_path / "run")
@@ -330,7 +329,6 @@ def test_a_script_whose_checkpoints_are_not_known_leaves_without_a_save(
     with Watcher(tmp_path.name, at_step(5 if every > STEPS else every + 5)) as watcher:
         further = watcher.environment(tmp_path / "run")
         codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
-        time.sleep(0.1)
 
     assert codes == [1, 1], logs(losses)
     [failed] = watcher.of(words.SaveFailed)
@@ -344,7 +342,6 @@ def test_a_loop_of_the_scripts_own_ends_by_its_exit_code(name: str, play, tmp_pa
     with Watcher(tmp_path.name, lambda _: False) as watcher:
         further = watcher.environment(tmp_path / "run")
         codes = play(name).play(tmp_path / "out", losses, arguments=more, further=further)
-        time.sleep(0.1)
 
     assert codes == [0, 0], logs(losses)
     hellos = [each for each in watcher.of(words.Hello) if each.rank == 0]

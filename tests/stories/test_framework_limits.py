@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.frameworks, pytest.mark.campaign]
 
 @jobs.each_script
 def test_a_script_runs_into_its_time_limit_and_loses_no_step(lab: Lab, kind: Script) -> None:
-    """A minute a job, and steps that take longer: no machine is through before."""
+    """A minute a job, and steps that take longer: no machine is through before.
+
+    Where the script saves by itself, it is known by its first save.  On a slow machine a job may end before that.
+    """
     job = Job(
         lab, name=f"{kind.framework}-limit", kind=kind, length=20, step_s=3.0, evaluates_at=1000,
         sbatch_args=("--time=1", "--signal=B:USR2@1"), arguments=kind.no_evaluation,
@@ -25,5 +28,8 @@ def test_a_script_runs_into_its_time_limit_and_loses_no_step(lab: Lab, kind: Scr
     assert lab.job(job.job_id).state == "COMPLETED", job.story()
     assert ("failed_after_last_step" in job.output()) == aborts, job.story()
     assert len(job.segments()) >= 2, job.story()
-    steps = [step for segment in job.segments() for step in segment.steps]
+    segments = job.segments()
+    while kind in (jobs.ACCELERATE, jobs.DEEPSPEED) and len(segments[0].steps) < int(jobs.SAVES_EVERY):
+        segments = segments[1:]
+    steps = [step for segment in segments for step in segment.steps]
     assert steps == list(range(1, 21)), f"a step was lost or done twice\n{job.story()}"

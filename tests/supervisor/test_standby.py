@@ -46,6 +46,22 @@ print("said", file=sys.stderr)
 """
 
 
+def told_by(process) -> dict:
+    """Return what the script has told of itself, at the end of its rank."""
+    out, err = process.communicate("given", timeout=WITHIN_S)
+    assert (process.returncode, err) == (0, "said\n")
+    return json.loads(out)
+
+
+def seen_alike(told: list[dict], keeper) -> dict:
+    """Return what a rank saw that was a standby, once it is what the other one saw that was started as usual."""
+    warm, cold = told
+    assert warm.pop("parents") == keeper.pid
+    assert cold.pop("parents") != keeper.pid
+    assert warm == cold
+    return warm
+
+
 @pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
 def test_a_standby_becomes_what_python_would_have_been(site, module):
     """The same script, once by a standby and once without: all that it can see of itself is the same."""
@@ -62,14 +78,9 @@ def test_a_standby_becomes_what_python_would_have_been(site, module):
     told = []
     for address in (site.address, ""):
         process = site.wrapper(*words, STEPKEEPER_STANDBY=address, GREETING="grüß\udcff")
-        out, err = process.communicate("given", timeout=WITHIN_S)
-        assert (process.returncode, err) == (0, "said\n")
-        told.append(json.loads(out))
+        told.append(told_by(process))
 
-    warm, cold = told
-    assert warm.pop("parents") == keeper.pid
-    assert cold.pop("parents") != keeper.pid
-    assert warm == cold
+    warm = seen_alike(told, keeper)
     assert warm["environment"]["RANK"] == "3"
     assert warm["environment"]["SET_BY_TORCH"] == "1"
     assert "STEPKEEPER_STANDBY" not in warm["environment"]
@@ -91,14 +102,9 @@ def test_a_program_of_python_is_one_too(site):
                 STEPKEEPER_STANDBY_PYTHON=sys.executable,
             ),
         )
-        out, err = process.communicate("given", timeout=WITHIN_S)
-        assert (process.returncode, err) == (0, "said\n")
-        told.append(json.loads(out))
+        told.append(told_by(process))
 
-    warm, cold = told
-    assert warm.pop("parents") == keeper.pid
-    assert cold.pop("parents") != keeper.pid
-    assert warm == cold
+    warm = seen_alike(told, keeper)
     assert warm["argv"] == [str(program), "--nnodes=1", "t.py"]
 
 

@@ -397,8 +397,8 @@ _VALUES_LONG = frozenset(
     )
 )  # fmt: skip
 _PASSERS = frozenset(("env", "numactl", "nice", "ionice", "stdbuf"))  # they become Python, and change no words of it
-# of srun: programs that are not Python, and tasks that do not speak with us
 _TIME_LIMIT = re.compile(r"--time(=|$)|-t")
+# of srun: programs that are not Python, and tasks that do not speak with us
 _NO_STANDBY = re.compile(r":|--(?:multi-prog|pty|het-group|pack-group|bcast)(?:=.*)?")
 
 

@@ -366,9 +366,7 @@ class Saver:
     def flush(self, committed: int, limit_at: float) -> bool:
         """Have this rank's listeners hear of a commit, and wait until they have, by `limit_at`; true if they have."""
         self.note_committed(committed)
-        done = threading.Event()
-        self._worker.do(done.set)
-        return done.wait(max(0.0, limit_at - time.time()))
+        return self._worker.wait(max(0.0, limit_at - time.time()))
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor], *, compare: bool, problem: StepkeeperError | None) -> None:
         try:

@@ -31,12 +31,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PRODUCTION_PAGE = DOCS / "benchmarks-recovery.md", DOCS / "benchmarks-recovery-production.md"
 NOTES = Path(__file__).with_name("recovery") / "notes.md"
 PRODUCTION_NOTES = NOTES.with_name("production.md")
+LOST_NODES = ("stepkeeper", "stepkeeper-warm", "stepkeeper-spare", "stepkeeper-shrink")
 TAKEN_APART = {  # fault -> how the page calls it, what takes it apart, and under which ways
     "rank": ("A killed rank", pieces.of_rank, ("stepkeeper", "stepkeeper-warm")),
     "hang": ("A hang", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
     "stopped": ("A rank stopped by SIGSTOP", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
-    "node": ("A lost node", pieces.of_node, ("stepkeeper", "stepkeeper-warm", "stepkeeper-spare")),
-    "silent": ("A node that falls silent", pieces.of_node, ("stepkeeper", "stepkeeper-warm", "stepkeeper-spare")),
+    "node": ("A lost node", pieces.of_node, LOST_NODES),
+    "silent": ("A node that falls silent", pieces.of_node, LOST_NODES),
 }
 OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
 PRODUCTION = replace(OPTIONS, kill_wait_s=30, slurmd_timeout_s=300, cred_expire_s=None)
@@ -115,7 +116,7 @@ class Bench:
 
     def round(self, ways: list[Way], fault: Fault) -> None:
         """Play a fault under each way; those that will only stand still do so together."""
-        ways = [way for way in ways if not self.lost(way, fault)]
+        ways = [way for way in ways if not self.lost(way, fault) and (fault.loses_node or not way.only_lost_nodes)]
         together = [way for way in ways if fault.name == "hang" and not way.watches_hangs]
         for way in ways:
             if way not in together:

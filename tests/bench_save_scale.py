@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -132,48 +132,69 @@ def _status(field: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
-class Crowd(dist.ProcessGroup):
-    """Brings rank 0 what the others send, and takes what it sends them."""
+class Crowd:
+    """Stands in for gloo in one of rank 0's groups: brings what the others send, and takes what it sends them."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self.plans: list[Path] = []  # what the other ranks send of their plans, by rank
-        self.shares: list[bytes] = []  # what each rank was sent last
-        self.clock = Clock()
+    def __init__(self, clock: Clock, sent: list[Path]) -> None:
+        """Take what each other rank of the group sends of the plans."""
+        self._clock, self._sent = clock, sent
+        self.taken: list[bytes] = []  # what each rank was sent last
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's
-        """Return torch's name of it."""
-        return "crowd"
+    def rank(self) -> int:
+        """Return rank 0's place."""
+        return 0
 
-    def allreduce(self, tensors: list[torch.Tensor], _options: object = None) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         """Fill in the sizes of what the others send; flags are rank 0's own."""
-        [tensor] = tensors
-        if tensor.numel() == self.size() and self.size() > 2:
-            tensor[1:] = torch.tensor([path.stat().st_size for path in self.plans[1:]])
+        if options.reduceOp == dist.ReduceOp.SUM:
+            tensors[0][1:] = torch.tensor([path.stat().st_size for path in self._sent])
         return Done(tensors)
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _options: object = None) -> Any:
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _options: Any) -> Any:
         """Bring the plans."""
-        with self.clock.paused():
-            for rank, tensor in enumerate(outputs[0]):
-                data = self.plans[rank].read_bytes() if rank else None
-                if data is None:
-                    tensor.copy_(inputs[0])
-                else:
-                    ctypes.memmove(tensor.data_ptr(), data, len(data))
+        with self._clock.paused():
+            outputs[0][0].copy_(inputs[0])
+            for path, tensor in zip(self._sent, outputs[0][1:], strict=True):
+                data = path.read_bytes()
+                ctypes.memmove(tensor.data_ptr(), data, len(data))
         return Done(outputs)
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], _options: object = None) -> Any:
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], _options: Any) -> Any:
         """Take the shares; rank 0 gets its own."""
         outputs[0].copy_(inputs[0][0])
-        if outputs[0].dtype is torch.uint8:
-            with self.clock.paused():
-                self.shares = [tensor.numpy().tobytes() for tensor in inputs[0]]
+        with self._clock.paused():
+            self.taken = [tensor.numpy().tobytes() for tensor in inputs[0]]
         return Done(outputs)
 
-    def broadcast(self, tensors: list[torch.Tensor], _options: object = None) -> Any:
-        """Rank 0 has it already."""
+    def reduce(self, tensors: list[torch.Tensor], _options: Any) -> Any:
+        """Say of flags what rank 0 says."""
         return Done(tensors)
+
+    broadcast = reduce
+
+
+def group_of(layout: Layout, clock: Clock, directory: Path) -> groups.Group:
+    """Return rank 0's group, in which the others have sent their plans."""
+    plans = [pickle.dumps(message(layout, rank)) for rank in range(layout.ranks)]
+    levels = []
+    for block in groups.blocks(0, layout.ranks, groups.FAN_OUT):
+        sent = []
+        for rank in block[1:]:
+            sent.append(directory / f"plans-{block.step}-{rank}")
+            behind = plans[rank : rank + block.step]
+            sent[-1].write_bytes(behind[0] if block.step == 1 else pickle.dumps(behind))
+        gloo: Any = Crowd(clock, sent)
+        levels.append(groups.Level(gloo, block, layout.ranks, "crowd"))
+    return groups.Group("crowd", 0, layout.ranks, levels)
+
+
+def answers_of(group: groups.Group) -> list[bytes]:
+    """Return what each rank was sent last, in the order of the ranks."""
+    found: list[bytes] = []
+    for level in group.levels:
+        taken = cast("Any", level.gloo).taken
+        found += [part for data in (taken[1:] if found else taken) for part in level.split(data)]
+    return found
 
 
 class Done(dist.Work):
@@ -258,17 +279,9 @@ class Others:
 def play(layout: Layout, directory: Path) -> Figures:
     """Plan, save four times, and look at the step; return seconds and MiB."""
     figures: Figures = {}
-    dist.Backend.register_backend(
-        "crowd", lambda options, _: Crowd(options.group_rank, options.group_size), extended_api=True, devices=["cpu"]
-    )
-    dist.init_process_group("crowd", store=dist.HashStore(), rank=0, world_size=layout.ranks)
-    group: Any = dist.group.WORLD
-    crowd = group if isinstance(group, Crowd) else group._get_backend(torch.device("cpu"))
-    clock = crowd.clock
-    crowd.plans = [directory / f"plan-{rank}" for rank in range(layout.ranks)]
-    for rank in range(1, layout.ranks):
-        crowd.plans[rank].write_bytes(bytes(groups._packed(message(layout, rank)).numpy()))
-    figures["one rank's message, KiB"] = crowd.plans[-1].stat().st_size / 1024
+    clock = Clock()
+    group = group_of(layout, clock, directory)
+    figures["one rank's message, KiB"] = len(pickle.dumps(message(layout, layout.ranks - 1))) / 1024
     tensors = layout.state(0)
     with clock.measured(figures, "one rank's own plan"):
         Held.of(create_default_local_save_plan(dict(tensors), is_coordinator=True), tensors, {}, {})
@@ -292,8 +305,9 @@ def play(layout: Layout, directory: Path) -> Figures:
     figures["before, MiB"] = _status("VmRSS:")
     with clock.measured(figures, "plans and division"):
         persister.prepare(tensors, LIMIT_S)
-    figures["one rank's answer, KiB"] = len(crowd.shares[-1]) / 1024
-    others = Others.of(layout, directory, crowd.shares)
+    answers = answers_of(group)
+    figures["one rank's answer, KiB"] = len(answers[-1]) / 1024
+    others = Others.of(layout, directory, answers)
     later: list[Figures] = []
     for step in range(1, 1 + layout.saves):
         save_id = f"{step:032x}"
@@ -355,8 +369,10 @@ STEPS = 200
 STEP_S = 0.02  # longer than the other ranks need to answer
 
 
-def agree(rank: int, ranks: int, directory: Path) -> Figures:
+def agree(rank: int, ranks: int, directory: Path, fan_out: int) -> Figures:
     """Be one of several real ranks that agree at each step; return what that costs one rank and step."""
+    groups.FAN_OUT = fan_out
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     before = _sockets()
     agreement = Agreement(groups.new_group(LIMIT_S), within_s=LIMIT_S)
@@ -389,14 +405,14 @@ def _sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def agree_all(ranks: int) -> Figures:
+def agree_all(ranks: int, fan_out: int) -> Figures:
     """Fork the ranks, and return what rank 0 has measured."""
     with tempfile.TemporaryDirectory() as name:
         children = []
         for rank in range(ranks):
             child = os.fork()
             if not child:
-                figures = agree(rank, ranks, Path(name))
+                figures = agree(rank, ranks, Path(name), fan_out)
                 if rank == 0:
                     Path(name, "figures").write_text(json.dumps(figures))
                 os._exit(0)
@@ -407,10 +423,10 @@ def agree_all(ranks: int) -> Figures:
     return found
 
 
-def print_table(head: str, counts: list[int], found: list[Figures]) -> None:
+def print_table(head: str, columns: list[str], found: list[Figures]) -> None:
     """Print one row a figure."""
-    print(f"\n| {head} | " + " | ".join(f"{count:,} ranks" for count in counts) + " |")
-    print("|---" * (1 + len(counts)) + "|")
+    print(f"\n| {head} | " + " | ".join(columns) + " |")
+    print("|---" * (1 + len(columns)) + "|")
     for name in found[0]:
         print(f"| {name} | " + " | ".join(f"{each[name]:.3g}" for each in found) + " |", flush=True)
 
@@ -421,7 +437,11 @@ def main() -> int:
     parser.add_argument("--ranks", default="64,256,1024")
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--agreement", default="2,4,8,16", help="numbers of real ranks that agree at each step")
+    parser.add_argument(
+        "--agreement",
+        default="2,4,8,16,64/64,64",
+        help="numbers of real ranks that agree at each step; 64/8: in groups of 8 in place of the library's",
+    )
     parser.add_argument("--layouts", default="fsdp,hsdp,replicated")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -431,8 +451,10 @@ def main() -> int:
             print(json.dumps(play(layout, Path(directory))), flush=True)
         os._exit(0)
     if chosen.agreement:
-        counts = [int(word) for word in chosen.agreement.split(",")]
-        print_table("agreement", counts, [agree_all(count) for count in counts])
+        cases = [word.partition("/")[::2] for word in chosen.agreement.split(",")]
+        played = [(int(ranks), int(fan_out or groups.FAN_OUT)) for ranks, fan_out in cases]
+        columns = [f"{ranks:,} ranks" + (f", groups of {size}" if ranks > size else "") for ranks, size in played]
+        print_table("agreement", columns, [agree_all(*each) for each in played])
     counts = [int(word) for word in chosen.ranks.split(",") if word]
     for kind in chosen.layouts.split(",") if counts else ():
         found: list[Figures] = []
@@ -442,7 +464,7 @@ def main() -> int:
             command = [sys.executable, "-m", "tests.bench_save_scale", *options]
             said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=LIMIT_S).stdout
             found.append(json.loads(said.splitlines()[-1]))
-        print_table(f"{kind}, {chosen.tensors:,} tensors", counts, found)
+        print_table(f"{kind}, {chosen.tensors:,} tensors", [f"{count:,} ranks" for count in counts], found)
     return 0
 
 

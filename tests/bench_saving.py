@@ -80,9 +80,10 @@ class Work:
         """Say whether it is so on all ranks: they take as many steps as each other."""
         if self.place.world_size == 1:
             return one
-        flag = torch.tensor([int(one)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(flag)
+        assert self.group is not None
+        flag = torch.tensor([int(not one)])
+        self.group.max(flag)
+        return not flag
 
     def step(self) -> None:
         self.optimizer.step()

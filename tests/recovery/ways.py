@@ -100,6 +100,8 @@ class Way:
     is_ready: Callable[[Spot], bool] = lambda _: True
     """Whether the fault may come: what the way prepares beside training is there."""
     watches_hangs: bool = False
+    only_lost_nodes: bool = False
+    """What sets it apart matters only where a node is lost."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Fault to why this way does not recover from it, for the page; used only where it did not."""
 
@@ -227,6 +229,13 @@ WAYS: dict[str, Way] = {
             what="the same with a third node, `--spares=1`",
             submit=lambda spot: stepkeeper(spot, "--spares=1", nodes=3),
             watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-shrink",
+            what="the same with `--min-nodes=1`: it goes on with the node that is left, which then computes for both",
+            submit=lambda spot: stepkeeper(spot, "--min-nodes=1"),
+            watches_hangs=True,
+            only_lost_nodes=True,
         ),
         Way(
             name="stepkeeper-snapshots",

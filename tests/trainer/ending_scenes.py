@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from stepkeeper_trainer import CheckpointManager, StepkeeperError
+from stepkeeper_trainer.coordinate import connections
 from stepkeeper_trainer.coordinate import ending as outcomes
 from stepkeeper_trainer.coordinate import ending as rollcall
-from stepkeeper_trainer.coordinate import groups as connections
 from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.scenes import loopback
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.coordinate import groups
@@ -60,8 +60,9 @@ def _strict(new_group: Callable[[float], Any]) -> Callable[[float], Any]:
 
     def made(within_s: float) -> Any:
         group = new_group(within_s)
-        dist.barrier(group)
-        _set_pg_timeout(timedelta(seconds=within_s), group)
+        group.max(torch.zeros(1))
+        for level in group.levels:
+            level.gloo._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=within_s))
         return group
 
     return made

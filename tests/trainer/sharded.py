@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stepkeeper_trainer.coordinate.ending import leave
+from stepkeeper_trainer.coordinate.groups import new_group
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.load.reader import CheckedReader, load
@@ -56,7 +57,7 @@ def main(what: str, directory: Path) -> int:
             commit(directory, chunk_bytes=10_000)
         return 0
     found = sharded({name: torch.zeros_like(value) for name, value in whole().items()})
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=180))
+    group = new_group(180)
     try:
         load(CheckedReader(directory, read_manifest(directory)), found, group)
     except DamagedError as error:

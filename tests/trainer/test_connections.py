@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from stepkeeper_trainer.coordinate import groups as connections
+from stepkeeper_trainer.coordinate import connections
 
 
 @pytest.fixture

@@ -114,8 +114,8 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.distributed_c10d:_get_default_store",
-        ("agreement",),
-        "the store of the job; without it an error says `another rank` in place of the ranks that did not come",
+        ("agreement", "groups"),
+        "the store of the job, by which gloo's ranks find each other: a TCPStore of our own",
     ),
     Private(
         "torch.distributed.distributed_c10d:_get_default_group",
@@ -123,6 +123,14 @@ PRIVATE = [
         "the script's own group, for its time limit; without it torch's usual limit counts",
     ),
     Private("torch.distributed:ProcessGroup._get_backend", ("groups",), "the same"),
+    Private(
+        "torch.distributed:ProcessGroup._set_default_backend",
+        ("groups",),
+        "how new_group makes a group; it can be used where no rank needs more than FAN_OUT sockets",
+    ),
+    Private("torch.distributed:ProcessGroup._register_backend", ("groups",), "the same"),
+    Private("torch.distributed:ProcessGroup._set_group_name", ("groups",), "the same, for the flight recorder"),
+    Private("torch.distributed:ProcessGroup._set_group_desc", ("groups",), "the same"),
     Private("torch._C._distributed_c10d:Backend.Options._timeout", ("groups",), "the same"),
     Private(
         "torch.nn:Module._load_from_state_dict",
@@ -267,7 +275,7 @@ UNPICKLING = {
 
 OWN = [
     ("standby.py", "exec(code, main.__dict__)"),  # what the user has asked for: the training itself
-    ("groups.py", "pickle.loads(view_bytes(data))"),  # from ranks of the same launch, as torch exchanges objects
+    ("groups.py", "pickle.loads(data)"),  # from ranks of the same launch, as torch exchanges objects
 ]
 
 

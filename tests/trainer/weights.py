@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from stepkeeper_trainer.coordinate.agreement import Agreement
+from stepkeeper_trainer.coordinate.groups import new_group
 from stepkeeper_trainer.load.initial import load_initial
 from stepkeeper_trainer.state import Counters, TrainingState
 
 
 def load_weights(model: torch.nn.Module, source: Path, *, strict: bool = True) -> None:
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = new_group(60.0)
     state = TrainingState({"model": model}, counters=Counters(), rank=0)
     load_initial(source, state, Agreement(group, within_s=60.0), strict=strict)

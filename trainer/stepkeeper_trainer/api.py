@@ -443,7 +443,9 @@ class CheckpointManager:
         self.wait_staged()
         self._requests.close()
         if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
-            groups.close(self._boundary.group, talked)
+            for group in (self._boundary.group, talked):
+                if group is not None:
+                    group.close()
             self._agreement.close()
         return code
 

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import LateError, RankEndedError, StepkeeperError, UsageError
 from stepkeeper_trainer.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from stepkeeper_trainer.coordinate.groups import Group
 
 PAYLOAD = 12  # numbers in a message, behind the calls
 LOOK_EVERY = timedelta(seconds=1)  # a wait returns to Python so often: its signal handlers run
@@ -84,7 +85,7 @@ class Message:
 
     call: Call
     started: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """The numbers that are reduced in place, and torch's work; or why there are none."""
+    """The numbers that are reduced in place, and torch's work, None where it is complete; or why there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +147,12 @@ class Proposal:
 class Agreement:
     """One message in flight at a time."""
 
-    def __init__(self, group: Any | None, *, within_s: float) -> None:
-        """Take a gloo group of all ranks; None for a process alone.  Others are waited for up to `within_s` seconds."""
+    def __init__(self, group: Group | None, *, within_s: float) -> None:
+        """Take a group of all ranks; None for a process alone.  Others are waited for up to `within_s` seconds."""
         self._group = group
         self.within_s = within_s
-        self._rank = dist.get_rank(group) if group is not None else 0
-        self._world_size = dist.get_world_size(group) if group is not None else 1
+        self._rank = group.rank if group is not None else 0
+        self._world_size = group.size if group is not None else 1
         self._starter = Worker("stepkeeper-agreement")  # in the order of the messages
         self._count = 0  # of messages: the same on all ranks
         self._pending: Message | None = None
@@ -159,7 +160,7 @@ class Agreement:
         self._usual: tuple[array[int], Proposal] | None = None  # what was read last: most steps say the same
 
     @property
-    def group(self) -> Any | None:
+    def group(self) -> Group | None:
         """The group, for other collectives of the main thread: every message before them is on its way."""
         self._starter.wait(STARTED_WITHIN_S)
         return self._group
@@ -234,7 +235,7 @@ class Agreement:
         [wrong] = self.settle(call, [int(own is not None)])
         if not wrong:
             return
-        everyone = groups.all_gather((type(own), str(own)) if own is not None else None, self._group)
+        everyone = self._group.all_gather((type(own), str(own)) if own is not None else None)
         rank = next(rank for rank, found in enumerate(everyone) if found is not None)
         kind, text = everyone[rank]
         raise kind(f"rank {rank}: {text}") from own
@@ -244,14 +245,14 @@ class Agreement:
         if self._group is None:
             return [value]
         self.settle(Call.START, [])
-        return groups.all_gather(value, self._group)
+        return self._group.all_gather(value)
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank (at start-up)."""
         if self._group is None:
             return value
         self.settle(Call.START, [])
-        return groups.broadcast(value, self._group)
+        return self._group.broadcast(value)
 
     def close(self) -> None:
         """End the group, once the last word is on its way."""
@@ -259,17 +260,17 @@ class Agreement:
         if group is None:
             return
         self._starter.wait(STARTED_WITHIN_S)
-        if dist.is_initialized():
-            groups.close(group)
+        group.close()
 
     def _send(self, call: Call, pack: Callable[[], Sequence[int]]) -> Message:
         """Begin to reduce a message; nobody waits."""
+        assert self._group is not None
         self._count += 1
         message = Message(call)
         self._starter.do(partial(self._start, message, pack, self._group))
         return message
 
-    def _start(self, message: Message, pack: Callable[[], Sequence[int]], group: Any) -> None:
+    def _start(self, message: Message, pack: Callable[[], Sequence[int]], group: Group) -> None:
         """Say for each method the highest and the lowest rank that is in it, then the values."""
         try:
             values = array("q", pack())
@@ -277,8 +278,7 @@ class Agreement:
             call = message.call
             numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
             numbers[CALLS : CALLS + len(values)] = values
-            tensor = torch.frombuffer(numbers, dtype=torch.int64)
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            work = group.start_max(torch.frombuffer(numbers, dtype=torch.int64))
             message.started.put((numbers, work))
         except Exception as error:  # noqa: BLE001  # the main thread raises it
             message.started.put((None, error))
@@ -288,9 +288,11 @@ class Agreement:
         while (found := _started(message, limit_at - time.monotonic())) is None:
             self._check_late(message, limit_at, within_s)
         numbers, work = found
+        if isinstance(work, RuntimeError):
+            raise _ended(message.call, work) from work
         if isinstance(work, Exception):
             raise work
-        while not _wait(work, limit_at - time.monotonic(), message.call):
+        while work is not None and not _wait(work, limit_at - time.monotonic(), message.call):
             self._check_late(message, limit_at, within_s)
         return cast("array[int]", numbers)
 
@@ -320,7 +322,7 @@ class Agreement:
         """Name the ranks that do not wait: those that wait say so in the store of the job."""
         try:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
-            prefix = f"stepkeeper/waits/{self._group.group_name if self._group is not None else ''}/{self._count}"
+            prefix = f"{self._group.name if self._group is not None else ''}/waits/{self._count}"
             store.set(f"{prefix}/{self._rank}", "")
             time.sleep(MISSING_WITHIN_S)
             missing = [rank for rank in range(self._world_size) if not store.check([f"{prefix}/{rank}"])]

@@ -2,10 +2,10 @@
 
 Which ranks have ended while the last save is waited for: rank 0 then need not wait for what they never wrote.
 
-Each rank says a word to rank 0 when it is through with its part, and rank 0 has asked for all words before it
-waits.  The kernel closes the connections of a process that dies, so what was asked of it fails at once.  A node
-without power closes nothing: `groups` finds that its kernel is silent.  A process that stands still is no dead
-one, its kernel answers for it: there the limit of the save counts.
+Each rank says a word when it is through with its part, and all words are asked for before anybody waits.  The kernel
+closes the connections of a process that dies, so what was asked of it fails at once.  A node without power closes
+nothing: `connections` finds that its kernel is silent.  A process that stands still is no dead one, its kernel answers
+for it: there the limit of the save counts.
 
 Leaving the process comes after flushing, without waiting for threads.  A stuck save would block the exit; and torch's
 own threads abort a process that ends in the ordinary way now and then (SIGABRT, "terminate called without an active
@@ -28,9 +28,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from stepkeeper_trainer.coordinate import groups as connections
+from stepkeeper_trainer.coordinate import connections
 from stepkeeper_trainer.coordinate.agreement import Call
 from stepkeeper_trainer.errors import SaveError, StepkeeperError
 from stepkeeper_trainer.formats import records
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from stepkeeper_trainer.coordinate.agreement import Agreement
+    from stepkeeper_trainer.coordinate.groups import Group, Level
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.saver import Saver
 
@@ -211,6 +211,11 @@ class Ended:
     def __bool__(self) -> bool:
         return bool(self._since)
 
+    @property
+    def known(self) -> frozenset[int]:
+        """The ranks."""
+        return frozenset(self._since)
+
     def of(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ended long enough ago for all that they wrote to be seen."""
         until = time.monotonic() - GRACE_S
@@ -218,10 +223,14 @@ class Ended:
 
 
 class RollCall:
-    """Of one launch's end.  All ranks hold it equally often, each around a wait for the save."""
+    """Of one launch's end.  All ranks hold it equally often, each around a wait for the save.
 
-    def __init__(self, group: Any | None, ended: Ended) -> None:
-        """Take the gloo group that the ranks agree by; None for a process alone.  `ended` hears who is gone."""
+    A rank speaks to the first rank of its gloo group, which speaks for all of it once it has heard them.  A word has
+    one number for each rank that the speaker stands for: 0, or 1 where that rank has ended.
+    """
+
+    def __init__(self, group: Group | None, ended: Ended) -> None:
+        """Take the group that the ranks agree by; None for a process alone.  `ended` hears who is gone."""
         self._group, self._ended = group, ended
         self._calls = 0
         self._sent: list[Any] = []  # what is on its way must stay
@@ -229,21 +238,29 @@ class RollCall:
 
     @contextmanager
     def held(self, limit_at: float) -> Iterator[None]:
-        """Hear meanwhile, on rank 0, who has ended; on another, say at the end that this rank has not."""
+        """Hear meanwhile who has ended; say at the end that this rank has not."""
         tag = _TAG + self._calls
         self._calls += 1
         if self._group is None:
             yield
             return
         connections.probe()
-        if dist.get_rank(self._group) == 0:
-            self._listen(tag, limit_at)
+        heard = [level for level in self._group.levels if level.leads]
+        told = next((level for level in self._group.levels if not level.leads), None)
+        asked = [each for level in heard for each in self._ask(level, tag)]
+        through = threading.Event()  # this rank is, with its own part
+        thread = threading.Thread(
+            target=self._listen, args=(asked, told, tag, limit_at, through), name="stepkeeper-rollcall", daemon=True
+        )
+        if asked:
+            self._threads.append(thread)
+            thread.start()
+        try:
             yield
-        else:
-            try:
-                yield
-            finally:
-                self._say(tag)
+        finally:
+            through.set()
+            if not asked and told is not None:
+                self._say(told, tag)
 
     def close(self) -> None:
         """Wait for what hears, so that it does not outlive the group; a rank that stands still is not waited for."""
@@ -251,21 +268,25 @@ class RollCall:
         for thread in self._threads:
             thread.join(max(0.0, limit_at - time.monotonic()))
 
-    def _listen(self, tag: int, limit_at: float) -> None:
-        asked: list[tuple[int, Any, torch.Tensor]] = []
-        for rank in range(1, dist.get_world_size(self._group)):
-            word = torch.zeros(1, dtype=torch.int64)
+    def _ask(self, level: Level, tag: int) -> Iterator[tuple[int, Any, torch.Tensor]]:
+        """Ask each other rank of a gloo group for its word; yield the rank, torch's work, and the word to be."""
+        for index, rank in enumerate(level.block[1:], 1):
+            word = torch.zeros(level.behind(rank), dtype=torch.uint8)
             try:
-                asked.append((rank, dist.irecv(word, src=rank, group=self._group, tag=tag), word))
+                yield rank, level.start_hearing(index, word, tag), word
             except RuntimeError as error:
                 self._note_end(rank, error)
-        thread = threading.Thread(target=self._wait, args=(asked, limit_at), name="stepkeeper-rollcall", daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
-    def _wait(self, asked: list[tuple[int, Any, torch.Tensor]], limit_at: float) -> None:
+    def _listen(
+        self,
+        asked: list[tuple[int, Any, torch.Tensor]],
+        told: Level | None,
+        tag: int,
+        limit_at: float,
+        through: threading.Event,
+    ) -> None:
         """Wait for one after the other: a rank that is gone is found when those before it have had their say."""
-        for rank, work, _ in asked:
+        for rank, work, word in asked:
             left_s = limit_at + LATE_S - time.time()
             if left_s <= 0:
                 return
@@ -275,17 +296,25 @@ class RollCall:
                 if time.time() >= limit_at + LATE_S:
                     return  # it may be alive
                 self._note_end(rank, error)
+            else:
+                for behind in word.nonzero().flatten().tolist():
+                    self._ended.note(rank + behind)
+        if told is not None and through.wait(max(0.0, limit_at + LATE_S - time.time())):
+            self._say(told, tag)
 
     def _note_end(self, rank: int, error: RuntimeError) -> None:
         self._ended.note(rank)
         warn("rank_lost", rank=rank, why=str(error).splitlines()[0])
 
-    def _say(self, tag: int) -> None:
-        word = torch.ones(1, dtype=torch.int64)
+    def _say(self, level: Level, tag: int) -> None:
+        """Say which of the ranks that this one stands for have ended."""
+        own = level.block[level.gloo.rank()]
+        gone = self._ended.known
+        word = torch.tensor([int(own + behind in gone) for behind in range(level.behind(own))], dtype=torch.uint8)
         try:
-            self._sent.append((dist.isend(word, dst=0, group=self._group, tag=tag), word))
+            self._sent.append((level.start_saying(word, tag), word))
         except RuntimeError as error:
-            warn("rank_lost", rank=0, why=str(error).splitlines()[0])
+            warn("rank_lost", rank=level.block[0], why=str(error).splitlines()[0])
 
 
 EXIT_INTERRUPTED = 130

@@ -1,9 +1,11 @@
-"""Process groups: those of the library itself, objects sent over them, and the start of torch.distributed.
+"""Groups of all ranks that are the library's own, objects sent over them, and the start of torch.distributed.
 
-Connections end when the node at their other end is gone.  The kernel closes what a dead process had open.  A node
-without power, or without a network, closes nothing, and a rank that waits for its message waits for good.  `probe` has
-our kernel ask for an answer from each peer's kernel, which also answers for a process that stands still.  A connection
-that stays silent for `LOST_AFTER_S` is closed, and the rank that waits on it gets an error.
+gloo connects each rank of a group with all others.  So a `Group` is a tree of gloo groups.  Each `FAN_OUT` ranks are
+one, the first ranks of each are groups again, and so on up to rank 0.  A rank has fewer than `FAN_OUT` sockets a level,
+however many ranks there are.  Up to `FAN_OUT` ranks there is one level.
+
+torch's own `new_group` must be called by all ranks for each group, or names it by how many groups a rank has.  The
+first ranks have more than the others.  So the groups are made as torch makes them, under names that all members know.
 
 Torch's own `*_object` collectives turn the bytes that they receive into an object by way of a NumPy array, and fail
 without NumPy ("Numpy is not available"): see `buffers`.  Objects are pickled here too, as torch does it.
@@ -11,86 +13,24 @@ without NumPy ("Numpy is not available"): see `buffers`.  Objects are pickled he
 
 from __future__ import annotations
 
-import ctypes
-import os
+import itertools
 import pickle
-import resource
-import socket
-import threading
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from stepkeeper_trainer.buffers import view_bytes
+from stepkeeper_trainer.coordinate import connections
 from stepkeeper_trainer.environment import Place, find_place
 from stepkeeper_trainer.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-
-IDLE_S = 20  # without a word, then the other end is asked
-ASK_EVERY_S = 8
-QUESTIONS = 5
-LOST_AFTER_S = IDLE_S + QUESTIONS * ASK_EVERY_S
-"""Silence of a peer's kernel until its connections are closed; a switch that restarts is back by then."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_lock = threading.Lock()
-_ours: dict[int, str] = {}  # descriptor to what it was: a number may be another's by now
-
-
-@contextmanager
-def noted() -> Iterator[None]:
-    """Take note of the connections that are made within: those that `probe` is about."""
-    before = _sockets()
-    yield
-    made = {number: name for number, name in _sockets().items() if before.get(number) != name}
-    with _lock:
-        _ours.update(made)
-
-
-def probe() -> int:
-    """Have the kernel look after the connections that were noted and are still open; return how many these are."""
-    now = _sockets()
-    with _lock:
-        for number in [number for number, name in _ours.items() if now.get(number) != name]:
-            del _ours[number]
-        return sum(_probe(number) for number in _ours)
-
-
-def _probe(number: int) -> bool:
-    """Ask for probes of an idle connection, and for an end to one whose words are not taken; false for no TCP."""
-    return (
-        _set(number, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
-        and _set(number, socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
-        and _set(number, socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS)
-        and _set(number, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)
-        and _set(number, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    )
-
-
-def _set(number: int, level: int, option: int, value: int) -> bool:
-    """Set an option of a socket by its number: Python's own object would change whether it blocks."""
-    data = ctypes.c_int(value)
-    return not _libc.setsockopt(number, level, option, ctypes.byref(data), ctypes.sizeof(data))
-
-
-def _sockets() -> dict[int, str]:
-    """Return every socket of this process: its descriptor, and what the kernel calls it."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            name = os.readlink(entry)
-        except OSError:
-            continue  # closed meanwhile
-        if name.startswith("socket:"):
-            found[int(entry.name)] = name
-    return found
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def find_rank() -> tuple[int, int]:
@@ -124,98 +64,258 @@ def hang_limit_s() -> float:
     return USUAL_LIMIT_S
 
 
-def close(*own: Any | None) -> None:
-    """End groups of the library: torch's threads would else outlive the interpreter, and abort the process."""
-    for group in own:
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
+FAN_OUT = 32
+"""Ranks that one gloo group connects."""
 SPARE_DESCRIPTORS = 512  # that the script and torch may need beside a group of ours
+_serial = itertools.count()  # of the groups made here: the same on all ranks, who make them in one order
+_open: set[Group] = set()  # torch's threads end with the last reference, which must wait for `close`
 
 
-def new_group(within_s: float) -> Any | None:
-    """Make a gloo group of all ranks; None without torch.distributed.  All ranks call it in one order.
+def blocks(rank: int, size: int, fan_out: int) -> Iterator[range]:
+    """Yield the ranks of each gloo group that a rank is in, from the lowest level up; groups of one are left out.
 
-    gloo connects each rank with all others: a group costs as many sockets as there are ranks.
+    >>> [list(block) for block in blocks(0, 5, 2)], [list(block) for block in blocks(4, 5, 2)]
+    ([[0, 1], [0, 2], [0, 4]], [[0, 4]])
+    """
+    stride = 1
+    while stride < size and not rank % stride:
+        first = rank - rank % (stride * fan_out)
+        block = range(first, min(size, first + stride * fan_out), stride)
+        if len(block) > 1:
+            yield block
+        stride *= fan_out
+
+
+def find_members() -> dict[str, str]:
+    """Return the ranks of each gloo group of ours by its name."""
+    return {level.name: str(list(level.block)) for group in tuple(_open) for level in group.levels}
+
+
+def new_group(within_s: float) -> Group | None:
+    """Make a group of all ranks; None without torch.distributed.  All ranks call it in one order.
+
+    Args:
+        within_s: how long a rank waits for the others in one collective.
+
+    Raises:
+        UsageError: this torch has no gloo.
+        RuntimeError: the others did not connect.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    make_room(dist.get_world_size() + SPARE_DESCRIPTORS)
-    with noted():
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=max(within_s, CONNECT_WITHIN_S)))
+    if not dist.is_gloo_available():
+        raise UsageError("this torch was built without gloo, over which ranks agree: use one with USE_GLOO=1")
+    rank, size, name = dist.get_rank(), dist.get_world_size(), f"stepkeeper/{next(_serial)}"
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+    timeout = timedelta(seconds=max(within_s, CONNECT_WITHIN_S))
+    own = list(blocks(rank, size, FAN_OUT))
+    connections.make_room(sum(map(len, own)) + SPARE_DESCRIPTORS)
+    levels: list[Level] = []
+    with connections.noted():
+        for block in own:
+            at = f"{name}/{block.step}/{block.start}"
+            levels.append(Level(_connect(at, store, block, rank, timeout), block, size, at))
+    group = Group(name, rank, size, levels)
+    _open.add(group)
+    return group
 
 
-def make_room(descriptors: int) -> None:
-    """Raise this process's soft limit of open files where fewer than so many more would fit, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # none is free to look
-        used = max(0, soft)
-    wanted = used + descriptors
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+class Group:
+    """All ranks.  Each of its methods is called by all of them, in one order."""
 
+    def __init__(self, name: str, rank: int, size: int, levels: list[Level]) -> None:
+        """Take this rank's gloo groups, from the lowest level up."""
+        self.name, self.rank, self.size, self.levels = name, rank, size, levels
 
-def all_gather(value: Any, group: Any) -> list[Any]:
-    """Return every rank's `value`, on every rank."""
-    own = _packed(value)
-    sizes = _sizes(own, group)
-    received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(received, _padded(own, max(sizes)), group=group)
-    return [_unpacked(data[:size]) for data, size in zip(received, sizes, strict=True)]
+    def close(self) -> None:
+        """End its connections and torch's threads, which would else outlive the interpreter, and abort the process."""
+        self.levels = []
+        _open.discard(self)
 
+    def start_max(self, numbers: torch.Tensor) -> Any | None:
+        """Begin to take the largest of each number over all ranks, in place; return torch's work.
 
-def gather(value: Any, group: Any) -> list[Any] | None:
-    """Return every rank's `value` on rank 0; None on the others."""
-    own = _packed(value)
-    sizes = _sizes(own, group)
-    first = dist.get_rank(group) == 0
-    received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if first else None
-    dist.gather(_padded(own, max(sizes)), received, dst=0, group=group)
-    if received is None:
+        None where it is complete: with more than one level, each waits for the one before.
+        """
+        if len(self.levels) == 1 and self.levels[0].is_top:
+            return self.levels[0].start_max(numbers)
+        self.max(numbers)
         return None
-    return [_unpacked(data[:size]) for data, size in zip(received, sizes, strict=True)]
+
+    def max(self, numbers: torch.Tensor, within_s: float | None = None) -> None:
+        """Take the largest of each number over all ranks, in place.
+
+        Raises:
+            RuntimeError: another rank ended, or did not come within `within_s` seconds.
+        """
+        limit_at = None if within_s is None else time.monotonic() + within_s
+        for level in self.levels:
+            _wait(level.start_max(numbers), limit_at)
+        for level in reversed(self.levels):
+            if not level.is_top:
+                _wait(level.start_broadcast(numbers), limit_at)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, on every rank."""
+        found: list[Any] = self.broadcast(self.gather(value))
+        return found
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's `value` on rank 0; None on the others."""
+        parts = [pickle.dumps(value)]
+        for level in self.levels:
+            received = level.gather(level.join(parts))
+            if received is None:
+                return None
+            parts = [part for data in received for part in level.split(data)]
+        return [_unpacked(part) for part in parts]
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's one of the `values` that rank 0 has, one a rank; the others give None."""
+        parts = None if values is None else [pickle.dumps(value) for value in values]
+        for level in reversed(self.levels):
+            shares = None
+            if parts is not None:
+                step = level.block.step
+                shares = [level.join(parts[at : at + step]) for at in range(0, len(parts), step)]
+            parts = level.split(level.scatter(shares))
+        assert parts is not None
+        return _unpacked(parts[0])
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the `value` of rank 0, on every rank."""
+        data = pickle.dumps(value) if self.rank == 0 else None
+        for level in reversed(self.levels):
+            data = level.broadcast(data)
+        return value if data is None or self.rank == 0 else _unpacked(data)
 
 
-def scatter(values: Sequence[Any] | None, group: Any) -> Any:
-    """Return this rank's one of the `values` that rank 0 has, one a rank; the others give None."""
-    packed = [_packed(value) for value in values] if values is not None else None
-    size = torch.zeros(1, dtype=torch.int64)
-    sizes = [torch.tensor([len(data)]) for data in packed] if packed is not None else None
-    dist.scatter(size, sizes, src=0, group=group)
-    largest = torch.tensor([max((len(data) for data in packed), default=0) if packed is not None else 0])
-    dist.broadcast(largest, src=0, group=group)
-    received = torch.empty(int(largest), dtype=torch.uint8)
-    padded = [_padded(data, int(largest)) for data in packed] if packed is not None else None
-    dist.scatter(received, padded, src=0, group=group)
-    return _unpacked(received[: int(size)])
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One gloo group of a rank, whose first rank stands for all of it one level up."""
+
+    gloo: dist.ProcessGroup
+    block: range
+    """Its ranks, each of which stands for `block.step` ranks, itself included; fewer at the end."""
+    size: int
+    """Of the whole."""
+    name: str
+    """As torch's recorder of collectives has it."""
+
+    @property
+    def is_top(self) -> bool:
+        """Whether no level is above."""
+        return self.block.start == 0 and self.block[-1] + self.block.step >= self.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first one."""
+        return bool(self.gloo.rank() == 0)
+
+    def behind(self, rank: int) -> int:
+        """Return how many ranks one of its ranks stands for."""
+        return min(self.block.step, self.size - rank)
+
+    def start_hearing(self, index: int, words: torch.Tensor, tag: int) -> Any:
+        """Begin to take in what one of its ranks, by its place in it, says to this one alone."""
+        return self.gloo.recv([words], index, tag)
+
+    def start_saying(self, words: torch.Tensor, tag: int) -> Any:
+        """Begin to say something to the first rank alone."""
+        return self.gloo.send([words], 0, tag)
+
+    def join(self, parts: list[bytes]) -> bytes:
+        """Return the pickled values of the ranks that one rank stands for as one; `split` undoes it."""
+        return parts[0] if self.block.step == 1 else pickle.dumps(parts)
+
+    def split(self, data: bytes) -> list[bytes]:
+        """Return the pickled values of the ranks that one rank stands for."""
+        return [data] if self.block.step == 1 else _unpacked(data)
+
+    def start_max(self, numbers: torch.Tensor) -> Any:
+        """Begin to take the largest of each number, on the first rank at least; on all at the top."""
+        if self.is_top:
+            return self.gloo.allreduce([numbers], _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MAX))
+        return self.gloo.reduce([numbers], _options(dist.ReduceOptions, reduceOp=dist.ReduceOp.MAX, rootRank=0))
+
+    def start_broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to give all the first rank's tensor."""
+        return self.gloo.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=0))
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Return the bytes of each rank on the first; None on the others."""
+        own = _tensor(data)
+        sizes = torch.zeros(len(self.block), dtype=torch.int64)
+        sizes[self.gloo.rank()] = len(own)
+        self.gloo.allreduce([sizes], _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.SUM)).wait()
+        largest = int(sizes.max())
+        received = [torch.empty(largest, dtype=torch.uint8) for _ in self.block] if self.leads else None
+        outputs = [] if received is None else [received]
+        self.gloo.gather(outputs, [_padded(own, largest)], _options(dist.GatherOptions, rootRank=0)).wait()
+        if received is None:
+            return None
+        return [_bytes(tensor[:size]) for tensor, size in zip(received, sizes.tolist(), strict=True)]
+
+    def scatter(self, shares: Iterable[bytes] | None) -> bytes:
+        """Return this rank's bytes of those that the first one has, one a rank; the others give None."""
+        tensors = None if shares is None else [_tensor(data) for data in shares]
+        sizes = torch.tensor([len(each) for each in tensors]) if tensors is not None else torch.zeros(len(self.block))
+        sizes = sizes.to(torch.int64)
+        self.start_broadcast(sizes).wait()
+        largest = int(sizes.max())
+        received = torch.empty(largest, dtype=torch.uint8)
+        inputs = [] if tensors is None else [[_padded(each, largest) for each in tensors]]
+        self.gloo.scatter([received], inputs, _options(dist.ScatterOptions, rootRank=0)).wait()
+        return _bytes(received[: int(sizes[self.gloo.rank()])])
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return the first rank's bytes; the others' are not looked at."""
+        tensor = _tensor(data) if data is not None and self.leads else None
+        size = torch.tensor([0 if tensor is None else len(tensor)])
+        self.start_broadcast(size).wait()
+        if tensor is None:
+            tensor = torch.empty(int(size), dtype=torch.uint8)
+        self.start_broadcast(tensor).wait()
+        return _bytes(tensor)
 
 
-def broadcast(value: Any, group: Any) -> Any:
-    """Return the `value` of rank 0, on every rank."""
-    first = dist.get_rank(group) == 0
-    data = _packed(value) if first else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src=0, group=group)
-    if not first:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0, group=group)
-    return value if first else _unpacked(data)
+def _connect(name: str, store: Any, block: range, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group, made as torch makes its own; its recorder of collectives knows it by its name."""
+    store = dist.distributed_c10d.PrefixStore(name, store)
+    group = dist.ProcessGroup(store, block.index(rank), len(block))
+    gloo = dist.ProcessGroupGloo(store, block.index(rank), len(block), timeout)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # noqa: SLF001
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # noqa: SLF001
+    group._set_group_name(name)  # type: ignore[arg-type]  # noqa: SLF001  # a str
+    group._set_group_desc("stepkeeper")  # noqa: SLF001
+    return group
 
 
-def _sizes(own: torch.Tensor, group: Any) -> list[int]:
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    sizes[dist.get_rank(group)] = len(own)
-    dist.all_reduce(sizes, group=group)
-    return [int(size) for size in sizes.tolist()]
+def _options(kind: Any, **values: Any) -> Any:
+    """Return torch's options of a collective, which its constructors do not take."""
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
 
 
-def _packed(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _wait(work: Any, limit_at: float | None) -> None:
+    if limit_at is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=max(0.001, limit_at - time.monotonic())))
+
+
+def _unpacked(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301  # of our own ranks
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(view_bytes(tensor))
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -224,10 +324,6 @@ def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
     padded = torch.zeros(size, dtype=torch.uint8)
     padded[: len(data)] = data
     return padded
-
-
-def _unpacked(data: torch.Tensor) -> Any:
-    return pickle.loads(view_bytes(data))  # noqa: S301  # of our own ranks
 
 
 START_WITHIN_S = 300.0

@@ -295,13 +295,13 @@ class _Directory:
                 raise ResumeError(f"{self.source}: {name} is stored compressed: load it with a reader that knows how")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = _PlainReader(self.source, self.contents)
-        group = agreement.group
-        try:
-            state_dict_loader.load(
-                tensors, storage_reader=reader, planner=planner, process_group=group, **({} if group else ALONE)
-            )
+        damage: DamagedError | None = None
+        try:  # each rank by itself: it has read `.metadata` already
+            state_dict_loader.load(tensors, storage_reader=reader, planner=planner, **ALONE)
         except CheckpointException as error:
-            raise DamagedError(f"{self.source}: {root_cause(error)}") from error
+            damage = DamagedError(f"{self.source}: {root_cause(error)}")
+            damage.__cause__ = error
+        agreement.raise_together(damage)
 
 
 class _PlainReader(FileSystemReader):

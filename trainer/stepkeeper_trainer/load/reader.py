@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.metadata import (
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import ReadItem
 
+    from stepkeeper_trainer.coordinate.groups import Group
     from stepkeeper_trainer.formats.manifest import Manifest
 
 
@@ -202,7 +201,7 @@ def _entries(contents: Contents) -> Iterator[tuple[str, BytesStorageMetadata | T
 
 
 def load(
-    reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Any | None, *, limits: Limits | None = None
+    reader: CheckedReader, tensors: dict[str, torch.Tensor], group: Group | None, *, limits: Limits | None = None
 ) -> None:
     """Fill `tensors` in place, on all ranks together: all succeed, or all raise.
 
@@ -210,7 +209,7 @@ def load(
         DamagedError: some byte is not what the manifest says, or cannot be read.
     """
     own: str | None = None
-    turn = dist.get_rank(group) / dist.get_world_size(group) if group is not None else 0.0
+    turn = group.rank / group.size if group is not None else 0.0
     try:
         reader.fill(tensors, limits=limits, turn=turn)
     except DamagedError as error:
@@ -221,15 +220,15 @@ def load(
         raise DamagedError(text if len(failures) == 1 else f"rank {rank} of {len(failures)}: {text}")
 
 
-def _all_failures(own: str | None, group: Any | None) -> dict[int, str]:
+def _all_failures(own: str | None, group: Group | None) -> dict[int, str]:
     """Return what went wrong on each rank of a group, on all of them alike."""
     if group is None:
         return {} if own is None else {0: own}
     any_failed = torch.tensor([int(own is not None)])
-    dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
+    group.max(any_failed)
     if not int(any_failed):
         return {}
-    return {rank: text for rank, text in enumerate(groups.all_gather(own, group)) if text is not None}
+    return {rank: text for rank, text in enumerate(group.all_gather(own)) if text is not None}
 
 
 def _dtype(name: str, tensor: TensorEntry) -> torch.dtype:

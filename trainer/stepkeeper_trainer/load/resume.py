@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.errors import DamagedError, ResumeError, StepkeeperError, UsageError
 from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
@@ -228,7 +227,7 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
         wrong: tuple[str, ...] = ()
         if needs_reading:
             own = verify_shard(path, rank, world_size)
-            shards = groups.gather(own, agreement.group)
+            shards = agreement.group.gather(own)
             if shards is not None:
                 wrong = join_shards(path, shards, cache=cache).problems
         if step is not None and wrong:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
+from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.plain import DecodeError
 from stepkeeper_trainer.log import warn
@@ -71,13 +72,14 @@ def torch_module() -> object:
 def find_members() -> dict[str, str]:
     """Return the ranks of each group by its name: the recorder of CPU groups does not tell them.
 
-    Nothing where this torch keeps them elsewhere.
+    The library's own alone where this torch keeps its groups elsewhere.
     """
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     try:
-        return {name: str(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
+        torchs = {name: str(sorted(world.pg_group_ranks[group])) for group, name in list(world.pg_names.items())}
     except (AttributeError, KeyError, TypeError):
-        return {}
+        torchs = {}
+    return torchs | groups.find_members()
 
 
 def _answer(reader: int, directory: Path, rank: int, recorders: dict[str, Callable[[bool, bool], bytes | str]]) -> None:

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepkeeper_trainer.buffers import view_bytes
-from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Agreement, Call
 from stepkeeper_trainer.errors import CorruptionError, UsageError
 from stepkeeper_trainer.formats.manifest import CONFIRMED
@@ -161,7 +160,7 @@ class Confirmation:
 
     def _gather(self, seen: _Seen) -> list[_Seen]:
         group = self._agreement.group
-        return [seen] if group is None else groups.all_gather(seen, group)
+        return [seen] if group is None else group.all_gather(seen)
 
     def _look(self, compute: Callable[[], Any], times: int) -> _Seen:
         found = compute_again(compute, self._modules, times)

@@ -10,15 +10,12 @@ import dataclasses
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from stepkeeper_trainer.coordinate.groups import broadcast, gather, scatter
 from stepkeeper_trainer.errors import DividedError, SaveError
 from stepkeeper_trainer.formats.plain import collection_paused
 from stepkeeper_trainer.save.division import Held, World
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan
 
+    from stepkeeper_trainer.coordinate.groups import Group
     from stepkeeper_trainer.save.division import Part
     from stepkeeper_trainer.save.replicas import Hash
 
@@ -68,14 +66,14 @@ class Divided:
 class Planner:
     """Kept for the whole launch."""
 
-    def __init__(self, *, rank: int, group: Any | None, private: Private) -> None:
+    def __init__(self, *, rank: int, group: Group | None, private: Private) -> None:
         """Begin with what the checkpoint says of this rank's values (`private`)."""
         self._rank, self._group, self.private = rank, group, private  # `private` is what is in force
         self.share: Share | None = None  # in force
         self.divided: Divided | None = None  # to be in force as soon as all ranks are between two steps
         self.broken = False  # the group has failed, and does not mend itself: `renew` it
 
-    def renew(self, group: Any | None) -> Any | None:
+    def renew(self, group: Group | None) -> Group | None:
         """Take another group, of the same ranks; return the one before."""
         before, self._group, self.share, self.broken = self._group, group, None, False
         return before
@@ -130,14 +128,14 @@ class Planner:
         if self._group is None:
             return [value]
         with self._watched():
-            return gather(value, self._group)
+            return self._group.gather(value)
 
     def share_out(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank.  Raises RuntimeError as `agree`."""
         if self._group is None:
             return value
         with self._watched():
-            return broadcast(value, self._group)
+            return self._group.broadcast(value)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -150,9 +148,7 @@ class Planner:
     def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
         flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)
         if self._group is not None:
-            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=max(_LEAST_S, within_s)))
+            self._group.max(flags, max(_LEAST_S, within_s))
         if int(flags[1]):
             raise SaveError(problem or "another rank cannot write")
         return bool(flags[0])
@@ -163,7 +159,7 @@ class Planner:
             held = Held.of(own, tensors, contents, self.private)
         if self._group is None:
             return share_out(World([held]), own)[0]
-        gathered = gather(held, self._group)
+        gathered = self._group.gather(held)
         answers: list[Any] | None = None
         whole: Share | None = None
         divided: Divided | None = None
@@ -177,7 +173,7 @@ class Planner:
                         whole, answers = share_out(world, own)
             except Exception as error:  # noqa: BLE001  # the others wait for their share: they get the error
                 answers = [f"planning failed: {error}"] * len(gathered)
-        mine = scatter(answers, self._group)
+        mine = self._group.scatter(answers)
         if isinstance(mine, str):
             raise SaveError(mine)
         if isinstance(mine, Divided):

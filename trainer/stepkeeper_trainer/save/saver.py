@@ -11,11 +11,10 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stepkeeper_trainer.coordinate import groups
 from stepkeeper_trainer.coordinate.agreement import Proposal
 from stepkeeper_trainer.coordinate.ending import Ended
 from stepkeeper_trainer.errors import DividedError, DriftError, SaveError, UnequalError
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from stepkeeper_trainer.coordinate.ending import RollCall
+    from stepkeeper_trainer.coordinate.groups import Group
     from stepkeeper_trainer.errors import StepkeeperError
     from stepkeeper_trainer.link import Link
     from stepkeeper_trainer.save.commit import BeforeCommit, Commits
@@ -59,7 +59,7 @@ class Saver:
         commits: Commits,
         rank: int,
         world_size: int,
-        group: Any | None,
+        group: Group | None,
         private: Private,
         link: Link,
         nonce: str,
@@ -209,7 +209,7 @@ class Saver:
         """Wait until nothing is being prepared, or the limit."""
         self._prepared.wait(max(0.0, limit_at - time.time()))
 
-    def renew(self, group: Any | None) -> None:
+    def renew(self, group: Group | None) -> None:
         """Take another group.  All ranks call it, while none has a save in flight."""
         before = self._planner.renew(group)
         self._worker.do(partial(_close, before))  # nothing waits in it any more: that thread would
@@ -487,9 +487,10 @@ class Saver:
             save.settled.set()
 
 
-def _close(group: Any) -> None:
+def _close(group: Group | None) -> None:
     try:
-        groups.close(group)
+        if group is not None:
+            group.close()
     except (RuntimeError, ValueError) as error:  # saves go on: their thread must
         warn("group_not_closed", why=error)
 

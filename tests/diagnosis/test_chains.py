@@ -56,7 +56,7 @@ def test_the_rank_that_failed_counts_more_than_those_that_torchrun_ended(code: i
         ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000", Cause.CONFIGURATION),
         ("Proxy Call to rank 7 failed (Connect)", Cause.NETWORK),
         ("socketStartConnect: Connect to 10.0.0.7<43> failed : Software caused connection abort", Cause.NETWORK),
-        ("nvmlInit_v2() failed: Driver/library version mismatch", Cause.VERSION_MISMATCH),
+        ("nvmlInit_v2() failed: Driver/library version mismatch", Cause.NODE_FAULT),
     ],
 )
 @pytest.mark.parametrize("kind", ["ncclInternalError: Internal check failed.", "ncclUnhandledCudaError: Call failed."])

@@ -272,6 +272,7 @@ _FOREIGN = re.compile(
 )
 _GOES_ON = re.compile(
     r"\s+\S|nccl\w+(?:Error|Usage)|Last error|CUDA kernel errors|For debugging|Compile with|Search for "
+    r"|\[ERROR\] \d{4}-|E[A-Z]\d{4}: "  # of Ascend's CANN
 )
 
 

@@ -38,7 +38,7 @@ HARMLESS = (
     "slurmstepd: error: Munge decode failed, will try again",
     "[n1:1] PMIX ERROR: NOT-FOUND in file dstore_base.c at line 1567",
     "rm: cannot remove '/usr/local/cuda/compat/lib': Read-only file system",
-    "Retrying (Retry(total=4, connect=None)) after connection broken by 'NewConnectionError(': Connection refused')': /api",
+    "Retrying (Retry(total=4)) after connection broken by 'NewConnectionError(': Connection refused')': /api/v1/runs",
     "max locked memory           (kbytes, -l) 64",
     "slurmstepd: error: pyxis:     3474707 Segmentation fault      (core dumped) | pwck -R /run > /dev/null 2>&1",
     "WARNING Grad scale is small: 0.0078125",

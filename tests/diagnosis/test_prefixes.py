@@ -51,6 +51,15 @@ def test_an_exception_is_found_behind_any_prefix(prefix: str) -> None:
     assert whole.location == "ValueError at /w/train.py:7 in main"
 
 
+@pytest.mark.parametrize("prefix", ["", "[2026-01-02 03:04:05] ", "2026-01-02 03:04:05 ", "3: [2026-01-02 03:04:05] "])
+def test_behind_an_instant_nccl_still_names_its_node(prefix: str) -> None:
+    said = "gpu-07:4711:4790 [2] transport/nvls.cc:254 NCCL WARN Cuda failure 1 'invalid argument'"
+
+    judged = verdict(prefix + said)
+
+    assert (judged.cause, judged.node, judged.evidence[0].gpu) == (Cause.NODE_FAULT, "gpu-07", "2")
+
+
 def test_a_prefix_of_unknown_form_is_taken_off_the_lines_of_a_traceback() -> None:
     log = "".join(
         f"<<job 7>> worker-{number} +{number}.5s "[:-1] + f" {line}\n"

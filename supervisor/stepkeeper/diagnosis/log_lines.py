@@ -49,7 +49,7 @@ _WORD = re.compile(
     r"|\|?(?:TRACE|DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL|SEVERE)\b:?(?= )"
     r"|\[(?!rank|default|Rank|\d)[^\[\]]{1,80}\]:?(?= |$)"
     r"|(?:[\w.-]{1,80} )?(?!slurm)[\w./-]{1,80}\[\d{1,9}\]:(?= )"  # syslog
-    r"|[\w.$<>/-]{1,80}:[\w.<>]{1,80}:\d{1,6}:?(?= )"
+    r"|[\w.$<>/-]{1,80}:[\w.<>]{1,80}:\d{1,6}:?(?= (?!\[\d{1,2}\] ))"  # not NCCL's HOST:PROCESS:THREAD [GPU]
     r"|[\w./-]{1,80}:\d{1,6}[\]:]{0,2}(?= )"
     r"|[\w.]{1,80}(?= - )"
     r"|(?!srun|slurm|sbatch|salloc|bash|error|fatal|warning|NVRM|[\w.]*(?:Error|Exception|Exit|Interrupt)\b)"

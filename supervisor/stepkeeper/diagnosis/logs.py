@@ -53,7 +53,7 @@ _NCCL = r"^(?:[\w.-]+):"  # HOST:PROCESS:THREAD [GPU]
 _NODE = re.compile(
     r"\bfailed on node ([\w.-]+)|^srun: error: ([\w.-]+): tasks? \d|^srun: error: Node failure on ([\w.-]+)"
     r"|\*\*\* (?:STEP|JOB) \S+ ON ([\w.-]+) |\bhost\s*: ([\w.-]+)$|^slurmstepd-([\w.-]+): "
-    r"|^([\w.-]+):\d+:\d+ \[\d+\] "
+    r"|^([\w.-]+):\d+:\d+ \[\d+\] |\bWorker IP address: ([\d.]+|[\da-f:]+)(?= |$)"
 )
 _PID = re.compile(
     r"\bpid=(\d{1,9})\b|\(pids?(?:\(s\))?:? (\d{1,9})\)|\b(?:PID|pid):? (\d{1,9})\b"
@@ -63,7 +63,7 @@ _PID = re.compile(
 _GPU = re.compile(rf"\bGPU (\d{{1,2}})\b|\bcuda:(\d{{1,2}})\b|{_NCCL}\d+:\d+ \[(\d{{1,2}})\] |\bXid \((PCI:[\w:.]+)\)")
 _TASK = re.compile(r"^srun: error: [\w.-]+: task (\d{1,8}): ")
 _WRITER_IP = re.compile(r"\bip=([\w.:]+)")
-_WRITER_HOST = re.compile(r"[\w.-]+$")
+_WRITER_HOST = re.compile(r"(?!(?:raylet|gcs_server|autoscaler)$)[\w.-]+$")  # those are programs of Ray
 
 
 class Who(NamedTuple):
@@ -82,6 +82,8 @@ def find_who(text: str, writer: str = "") -> Who:
     Who(node='gpu-33', pid=None, gpu='', rank=3)
     >>> find_who("ValueError: bad", "Worker pid=41, ip=10.0.0.1")
     Who(node='10.0.0.1', pid=41, gpu='', rank=None)
+    >>> find_who("A worker died. Worker IP address: 10.0.0.7 Worker port: 10015 Worker PID: 41", "raylet")
+    Who(node='10.0.0.7', pid=41, gpu='', rank=None)
     """
     by_prefix = _WRITER_IP.search(writer)
     host = by_prefix[1] if by_prefix else writer if _WRITER_HOST.match(writer) and "=" not in writer else ""

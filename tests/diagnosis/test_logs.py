@@ -67,6 +67,21 @@ def test_a_launch_line_that_srun_refuses_is_no_failure_to_repeat(refused: str) -
     assert verdict(f"{refused}\n").cause is Cause.CONFIGURATION
 
 
+@pytest.mark.parametrize(
+    ("why", "cause"),
+    [
+        ("Job/step already completing or completed", Cause.CANCELLED),
+        ("Invalid job id specified", Cause.CANCELLED),
+        ("Required node not available (down, drained or reserved)", Cause.NODE_LOST),
+        ("Requested node configuration is not available", Cause.CONFIGURATION),
+    ],
+)
+def test_a_step_that_slurm_does_not_create_is_the_launch_lines_fault_only_where_it_says_so(
+    why: str, cause: Cause
+) -> None:
+    assert verdict(f"srun: error: Unable to create step for job 7: {why}\n").cause is cause
+
+
 @pytest.mark.campaign
 def test_the_end_of_a_pipe_is_found_too() -> None:
     readable, writable = os.pipe()

@@ -82,7 +82,7 @@ class Work:
             return one
         assert self.group is not None
         flag = torch.tensor([int(not one)])
-        self.group.max(flag)
+        self.group.reduce_max(flag)
         return not flag
 
     def step(self) -> None:

@@ -230,6 +230,7 @@ BACKWARD = f"{TORCH}/autograd/graph.py", "_engine_run_backward"
 LOADER = f"{TORCH}/utils/data/dataloader.py", "_try_get_data"
 LAYER = f"{TORCH}/nn/modules/linear.py", "forward"
 OURS = "/v/lib/python3.11/site-packages/stepkeeper_trainer/coordinate/agreement.py", "share"
+GROUP = "/v/lib/python3.11/site-packages/stepkeeper_trainer/coordinate/groups.py"
 STEP = "/w/train.py", "step"
 
 
@@ -243,6 +244,9 @@ STEP = "/w/train.py", "step"
         ([LAYER, STEP], "is in step (train.py:7)", False),
         ([LAYER], f"is in forward ({TORCH}/nn/modules/linear.py:7)", False),
         ([OURS, STEP], "is in stepkeeper_trainer's share (train.py:7 in step)", False),
+        ([(GROUP, "reduce_max"), OURS, STEP], "waits in reduce_max (train.py:7 in step)", True),
+        ([(GROUP, "gather"), OURS, STEP], "waits in gather (train.py:7 in step)", True),
+        ([(GROUP, "new_group"), OURS, STEP], "is in stepkeeper_trainer's new_group (train.py:7 in step)", False),
         ([ALL_REDUCE, OURS, STEP], "waits in all_reduce (train.py:7 in step)", True),
     ],
 )

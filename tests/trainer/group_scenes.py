@@ -20,10 +20,10 @@ def talks(rank: int, _directory: Path, *, size: int, fan_out: int = FAN_OUT) -> 
         group = groups.new_group(60.0)
         assert group is not None
         numbers = torch.tensor([rank, -rank, 7])
-        group.max(numbers, 30.0)
+        group.reduce_max(numbers, 30.0)
         assert numbers.tolist() == [size - 1, 0, 7]
         begun = torch.tensor([rank])
-        if (work := group.start_max(begun)) is not None:
+        if (work := group.start_reduce_max(begun)) is not None:
             work.wait()
         assert begun.tolist() == [size - 1]
         values = [(each, b"x" * 1000 * each) for each in range(size)]

@@ -60,7 +60,7 @@ def _strict(new_group: Callable[[float], Any]) -> Callable[[float], Any]:
 
     def made(within_s: float) -> Any:
         group = new_group(within_s)
-        group.max(torch.zeros(1))
+        group.reduce_max(torch.zeros(1))
         for level in group.levels:
             level.gloo._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=within_s))
         return group

@@ -278,7 +278,7 @@ class Agreement:
             call = message.call
             numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
             numbers[CALLS : CALLS + len(values)] = values
-            work = group.start_max(torch.frombuffer(numbers, dtype=torch.int64))
+            work = group.start_reduce_max(torch.frombuffer(numbers, dtype=torch.int64))
             message.started.put((numbers, work))
         except Exception as error:  # noqa: BLE001  # the main thread raises it
             message.started.put((None, error))

@@ -132,17 +132,17 @@ class Group:
         self.levels = []
         _open.discard(self)
 
-    def start_max(self, numbers: torch.Tensor) -> Any | None:
+    def start_reduce_max(self, numbers: torch.Tensor) -> Any | None:
         """Begin to take the largest of each number over all ranks, in place; return torch's work.
 
         None where it is complete: with more than one level, each waits for the one before.
         """
         if len(self.levels) == 1 and self.levels[0].is_top:
-            return self.levels[0].start_max(numbers)
-        self.max(numbers)
+            return self.levels[0].start_reduce_max(numbers)
+        self.reduce_max(numbers)
         return None
 
-    def max(self, numbers: torch.Tensor, within_s: float | None = None) -> None:
+    def reduce_max(self, numbers: torch.Tensor, within_s: float | None = None) -> None:
         """Take the largest of each number over all ranks, in place.
 
         Raises:
@@ -150,10 +150,10 @@ class Group:
         """
         limit_at = None if within_s is None else time.monotonic() + within_s
         for level in self.levels:
-            _wait(level.start_max(numbers), limit_at)
+            level.start_reduce_max(numbers).wait(_left(limit_at))
         for level in reversed(self.levels):
             if not level.is_top:
-                _wait(level.start_broadcast(numbers), limit_at)
+                level.start_broadcast(numbers).wait(_left(limit_at))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, on every rank."""
@@ -232,7 +232,7 @@ class Level:
         """Return the pickled values of the ranks that one rank stands for."""
         return [data] if self.block.step == 1 else _unpacked(data)
 
-    def start_max(self, numbers: torch.Tensor) -> Any:
+    def start_reduce_max(self, numbers: torch.Tensor) -> Any:
         """Begin to take the largest of each number, on the first rank at least; on all at the top."""
         if self.is_top:
             return self.gloo.allreduce([numbers], _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MAX))
@@ -299,11 +299,9 @@ def _options(kind: Any, **values: Any) -> Any:
     return options
 
 
-def _wait(work: Any, limit_at: float | None) -> None:
-    if limit_at is None:
-        work.wait()
-    else:
-        work.wait(timedelta(seconds=max(0.001, limit_at - time.monotonic())))
+def _left(limit_at: float | None) -> timedelta:
+    """Return how long a wait may take; torch takes 0 for as long as the group waits."""
+    return timedelta() if limit_at is None else timedelta(seconds=max(0.001, limit_at - time.monotonic()))
 
 
 def _unpacked(data: bytes) -> Any:

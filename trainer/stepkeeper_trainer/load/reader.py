@@ -225,7 +225,7 @@ def _all_failures(own: str | None, group: Group | None) -> dict[int, str]:
     if group is None:
         return {} if own is None else {0: own}
     any_failed = torch.tensor([int(own is not None)])
-    group.max(any_failed)
+    group.reduce_max(any_failed)
     if not int(any_failed):
         return {}
     return {rank: text for rank, text in enumerate(group.all_gather(own)) if text is not None}

@@ -148,7 +148,7 @@ class Planner:
     def _any(self, *, changed: bool, problem: str | None, within_s: float) -> bool:
         flags = torch.tensor([int(changed), int(problem is not None)], dtype=torch.int64)
         if self._group is not None:
-            self._group.max(flags, max(_LEAST_S, within_s))
+            self._group.reduce_max(flags, max(_LEAST_S, within_s))
         if int(flags[1]):
             raise SaveError(problem or "another rank cannot write")
         return bool(flags[0])

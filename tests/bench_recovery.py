@@ -1,11 +1,14 @@
 """`make bench-recovery`: failures under several ways to keep a training alive, side by side on one lab (root, Slurm).
 
-The same model, data, step and cadence of saves for all; each fault is done to each way in turn, and the whole round is
-repeated.  It writes docs/benchmarks-recovery.md.  With `--production` it plays a lost node alone, with the clocks that
-Slurm has in production, and writes docs/benchmarks-recovery-production.md.
+The same model, data, step and cadence of saves for all; each fault is done to each way in turn.  That is a round.  It
+is kept in tests/recovery/rounds, and docs/benchmarks-recovery.md shows the newest three.  With `--production` a lost
+node is played alone, with the clocks that Slurm has in production, for docs/benchmarks-recovery-production.md.
 
-    python -m tests.bench_recovery [--quick] [--ways stepkeeper,torchrun] [--faults rank,hang] [--repeats 3]
-    python -m tests.bench_recovery --production [--ways stepkeeper,torchrun] [--repeats 1]
+    python -m tests.bench_recovery [--repeats 3] [--production]
+    python -m tests.bench_recovery --page PAGE [--quick] [--ways stepkeeper,torchrun] [--faults rank,hang]
+
+With `--page` nothing is kept, and the page shows this round alone.  Without a round to play (`--repeats 0`) the page is
+written from what is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from tests.lab import Lab, LabOptions
 from tests.recovery import pieces
 from tests.recovery.environment import Peers, peers
 from tests.recovery.page import page
-from tests.recovery.playing import FAULTS, IN_PRODUCTION, LOST_AFTER_SAVE, Fault, Outcome, play, steps
+from tests.recovery.playing import FAULTS, IN_PRODUCTION, LOST_AFTER_SAVE, STOPPED, Fault, Outcome, play, steps
+from tests.recovery.rounds import Round, newest, table
 from tests.recovery.ways import EVERY, STEP_SECONDS, USER, WAYS, Way
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -40,16 +44,17 @@ TAKEN_APART = {  # fault -> how the page calls it, what takes it apart, and unde
     "silent": ("A node that falls silent", pieces.of_node, LOST_NODES),
 }
 OPTIONS = LabOptions(nodes=12, gpus=1, grace_time_s=30, kill_wait_s=10, slurmd_timeout_s=8, send_user_signal=True)
-PRODUCTION = replace(OPTIONS, kill_wait_s=30, slurmd_timeout_s=300, cred_expire_s=None)
 NODES_EACH = 4  # two that train or three with a spare, and one in place of the lost one
+PRODUCTION = replace(OPTIONS, nodes=NODES_EACH * len(WAYS), kill_wait_s=30, slurmd_timeout_s=300, cred_expire_s=None)
 HEAD = """\
-Written by `make bench-recovery`{how}, and by nothing else. {cores} cores, load average {load} before it began, torch
-{torch}{versions}. Machines are noisy and shared: quote the ratios.
+Written by `make bench-recovery`, and by nothing else. Machines are noisy and shared: quote the ratios.
+
+{rounds}
 
 Two ranks on two nodes of a real Slurm, a job of an ordinary user. All ways have the same transformer, data,
 optimizer and batch. A step takes {step} s, every {every} steps are saved, and the fault comes {lost} steps after a
-save. *Next new step*: the first step that had not been done before, told by rank 0. Medians of {repeats}; ratios are
-to Stepkeeper's median of this run.
+save. *Next new step*: the first step that had not been done before, told by rank 0. Medians of {repeats} rounds.
+A ratio is the median of each round's ratio to Stepkeeper.
 
 What Slurm adds is the same for all, and shorter than in production. A requeued job waits {cred} s for its credential
 to expire (production: 120 s). A silent node is DOWN after {slurmd} s (300 s), and KillWait is {kill} s (30 s).
@@ -57,8 +62,10 @@ GraceTime is {grace} s. The site sends `--signal` at a preemption (`preempt_send
 and the trap rely on that. The urgent job ends as soon as it runs. Nodes are lost by SIGKILL to all that runs there."""
 
 PRODUCTION_HEAD = """\
-Written by `python -m tests.bench_recovery --production`, and by nothing else. {cores} cores, load average {load} before
-it began, torch {torch}{versions}. Medians of {repeats}; ratios are to Stepkeeper's median of this run.
+Written by `python -m tests.bench_recovery --production`, and by nothing else. Medians of {repeats} rounds. A ratio is
+the median of each round's ratio to Stepkeeper.
+
+{rounds}
 
 The trainings and what is counted are those of [the other page](benchmarks-recovery.md). Slurm's clocks are those of
 production: `SlurmdTimeout=300`, `KillWait=30`, and a requeued job waits 120 s for its credential to expire.
@@ -73,9 +80,9 @@ class Bench:
 
     def __init__(self, lab: Lab, site: Peers) -> None:
         self.lab, self.site = lab, site
-        self.outcomes: list[Outcome] = []
-        # what came before -> way -> piece -> one figure a repeat
-        self.pieces: dict[str, dict[str, dict[str, list[float]]]] = {}
+        self.outcomes: list[Outcome] = []  # of this round
+        self.pieces: dict[str, dict[str, dict[str, float]]] = {}  # what came before -> way -> piece -> seconds
+        self.at, self.load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
         self._serial = 0
 
     def name(self, way: Way, fault: Fault) -> str:
@@ -105,19 +112,24 @@ class Bench:
         what, take_apart, ways = TAKEN_APART.get(fault.name, ("", pieces.of_rank, ()))
         if spot is not None and way.name in ways and outcome.seconds is not None:
             journal = spot.directory / "run" / "journal.jsonl"
-            own = self.pieces.setdefault(what, {}).setdefault(way.name, {})
-            for piece, seconds in take_apart(journal, outcome.struck_at, steps(spot)).items():
-                own.setdefault(piece, []).append(seconds)
+            self.pieces.setdefault(what, {})[way.name] = take_apart(journal, outcome.struck_at, steps(spot))
 
-    def lost(self, way: Way, fault: Fault) -> bool:
-        """Tell whether a way cannot recover: once is enough where it is known why, else it may have been bad luck."""
-        own = [each for each in self.outcomes if (each.way, each.fault) == (way.name, fault.name)]
-        return fault.name in way.reasons and bool(own) and all(each.why_not for each in own)
+    def found(self) -> Round:
+        """Return what the round has found."""
+        cores = os.cpu_count() or 0
+        return Round(
+            at=self.at,
+            cores=cores,
+            load=self.load,
+            versions=self.site.versions,
+            outcomes=self.outcomes,
+            pieces=self.pieces,
+        )
 
-    def round(self, ways: list[Way], fault: Fault) -> None:
+    def one_after_another(self, ways: Sequence[Way], fault: Fault) -> None:
         """Play a fault under each way; those that will only stand still do so together."""
-        ways = [way for way in ways if not self.lost(way, fault) and (fault.loses_node or not way.only_lost_nodes)]
-        together = [way for way in ways if fault.name == "hang" and not way.watches_hangs]
+        ways = [way for way in ways if fault.loses_node or not way.only_lost_nodes]
+        together = [way for way in ways if fault.name in ("hang", STOPPED.name) and not way.watches_hangs]
         for way in ways:
             if way not in together:
                 self.one(way, fault, self.name(way, fault))
@@ -138,91 +150,76 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure recoveries on a lab cluster, side by side.")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1, help="rounds to play")
     parser.add_argument("--quick", action="store_true", help="once, without hangs and without the ways with a spare")
     parser.add_argument("--ways", default="", help=f"some of {','.join(WAYS)}")
-    parser.add_argument("--faults", default="", help=f"some of {','.join({**FAULTS, **IN_PRODUCTION})}")
+    parser.add_argument("--faults", default="", help=f"some of {','.join({**FAULTS, **IN_PRODUCTION})},{STOPPED.name}")
     parser.add_argument("--production", action="store_true", help="lost nodes alone, with production's clocks")
-    parser.add_argument("--page", type=Path, help=f"default: {PAGE}, or {PRODUCTION_PAGE}")
+    parser.add_argument("--page", type=Path, help="where the page of this run alone goes; nothing is kept")
     chosen = parser.parse_args()
     if chosen.production and chosen.quick:
         parser.error("--production waits for many minutes: it is not --quick")
+    if chosen.page is None and (chosen.quick or chosen.ways or chosen.faults):
+        parser.error("a part of a round is not kept: say where its --page goes")
     quick = {"stepkeeper-spare", "stepkeeper-snapshots", "hang"} if chosen.quick else set()
     ways = [WAYS[name] for name in chosen.ways.split(",") if name] or [w for w in WAYS.values() if w.name not in quick]
     known = IN_PRODUCTION if chosen.production else FAULTS
-    faults = [known[name] for name in chosen.faults.split(",") if name]
+    faults = [{**known, STOPPED.name: STOPPED}[name] for name in chosen.faults.split(",") if name]
     faults = faults or [fault for fault in known.values() if fault.name not in quick]
-    repeats = 1 if chosen.quick else chosen.repeats
 
     site = peers(USER)
-    load = f"{os.getloadavg()[0]:.1f}"
-    if chosen.production:
-        text = head(PRODUCTION_HEAD, site, load, repeats)
-        production(site, ways, faults * repeats, text, chosen.page or PRODUCTION_PAGE)
-        return
-    played, absent = playable(site, ways)
-    with Lab(OPTIONS) as lab:
-        bench = Bench(lab, site)
-        for _ in range(repeats):
+    ways = [way for way in ways if way.package not in site.missing]
+    kind = "production" if chosen.production else "recovery"
+    for _ in range(chosen.repeats):
+        with Lab(PRODUCTION if chosen.production else OPTIONS) as lab:
+            bench = Bench(lab, site)
+            if chosen.production:
+                give_nodes(lab, ways)
             for fault in faults:
-                bench.round(played, fault)
-                text = page(
-                    bench.outcomes,
-                    bench.pieces,
-                    ways=played,
-                    faults=faults,
-                    head=head(HEAD, site, load, repeats, quick=chosen.quick),
-                    notes=NOTES.read_text(),
-                    absent=absent,
-                )
-                # after each round: hours are not lost to a last one that fails
-                (chosen.page or PAGE).write_text(text)
+                if chosen.production:
+                    bench.at_the_same_time(ways, fault)
+                else:
+                    bench.one_after_another(ways, fault)
+                if chosen.page:
+                    write(kind, [bench.found()], faults, site, chosen.page)
+        if chosen.page is None:
+            print(f"kept: {bench.found().keep(kind)}", flush=True)
+    if chosen.page is None:
+        write(kind, newest(kind), faults, site, PRODUCTION_PAGE if chosen.production else PAGE)
+
+
+def give_nodes(lab: Lab, ways: Sequence[Way]) -> None:
+    """Give each way nodes of its own."""
+    for index, way in enumerate(ways):
+        own = ",".join(lab.node_names[NODES_EACH * index : NODES_EACH * (index + 1)])
+        lab.run("scontrol", "update", f"NodeName={own}", f"AvailableFeatures={way.name}")
+
+
+def write(kind: str, rounds: Sequence[Round], faults: Sequence[Fault], site: Peers, to: Path) -> None:
+    """Write the page of some rounds; rows are the ways that any of them has played."""
+    production = kind == "production"
+    played = {each.way for one in rounds for each in one.outcomes}
+    text = page(
+        rounds,
+        ways=[way for way in WAYS.values() if way.name in played],
+        faults=faults,
+        head=head(PRODUCTION_HEAD if production else HEAD, rounds),
+        notes=(PRODUCTION_NOTES if production else NOTES).read_text(),
+        absent={way.name: site.missing[way.package] for way in WAYS.values() if way.package in site.missing},
+        title="A lost node with production's clocks" if production else "Recovery, side by side",
+    )
+    to.write_text(text)
     print(text)
 
 
-def playable(site: Peers, ways: list[Way]) -> tuple[list[Way], dict[str, str]]:
-    """Return the ways that are installed here, and why the others are not."""
-    absent = {way.name: site.missing[way.package] for way in ways if way.package in site.missing}
-    return [way for way in ways if way.name not in absent], absent
-
-
-def production(site: Peers, wanted: list[Way], faults: list[Fault], head: str, to: Path) -> None:
-    """Play one fault after another with production's clocks, each under all ways, and write the page after each."""
-    ways, absent = playable(site, wanted)
-    with Lab(replace(PRODUCTION, nodes=NODES_EACH * len(ways))) as lab:
-        for index, way in enumerate(ways):
-            own = ",".join(lab.node_names[NODES_EACH * index : NODES_EACH * (index + 1)])
-            lab.run("scontrol", "update", f"NodeName={own}", f"AvailableFeatures={way.name}")
-        bench = Bench(lab, site)
-        for fault in faults:
-            bench.at_the_same_time(ways, fault)
-            text = page(
-                bench.outcomes,
-                bench.pieces,
-                ways=ways,
-                faults=list(dict.fromkeys(faults)),
-                head=head,
-                notes=PRODUCTION_NOTES.read_text(),
-                absent=absent,
-                title="A lost node with production's clocks",
-            )
-            to.write_text(text)
-    print(text)
-
-
-def head(text: str, site: Peers, load: str, repeats: int, *, quick: bool = False) -> str:
+def head(text: str, rounds: Sequence[Round]) -> str:
     """Say where, when and under what conditions."""
-    others = "".join(f", {name} {version}" for name, version in site.versions.items() if name != "torch")
     return text.format(
-        how=" with `--quick`" if quick else "",
-        cores=os.cpu_count(),
-        load=load,
-        torch=site.versions["torch"],
-        versions=others,
+        rounds=table(rounds),
         step=STEP_SECONDS,
         every=EVERY,
         lost=LOST_AFTER_SAVE,
-        repeats=repeats,
+        repeats=len(rounds),
         cred=OPTIONS.cred_expire_s,
         slurmd=OPTIONS.slurmd_timeout_s,
         kill=OPTIONS.kill_wait_s,

@@ -1,4 +1,4 @@
-"""`docs/benchmarks-recovery.md`, from what one run found."""
+"""`docs/benchmarks-recovery.md`, from what rounds have found."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tests.recovery.playing import Fault, Outcome
+from tests.recovery.rounds import Round
 from tests.recovery.ways import Way
 
 OURS = "stepkeeper"
 
 
 def page(
-    outcomes: Sequence[Outcome],
-    pieces: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
+    rounds: Sequence[Round],
     *,
     ways: Sequence[Way],
     faults: Sequence[Fault],
@@ -25,8 +25,7 @@ def page(
     """Return the page.
 
     Args:
-        outcomes: what was played, in any order.
-        pieces: of a relaunch under Stepkeeper, by what came before, way and name: one figure a repeat.
+        rounds: what was played, each in one run.
         ways: the rows.
         faults: the columns.
         head: on what machine, under what conditions.
@@ -35,21 +34,28 @@ def page(
         title: of the page.
     """
     parts = [f"# {title}", head]
-    parts.append(_table("Seconds to the next new step", outcomes, ways, faults, _seconds))
-    parts.append(_table("Steps done twice", outcomes, ways, faults, _redone))
+    parts.append(_table("Seconds to the next new step", rounds, ways, faults, _seconds))
+    parts.append(_table("Steps done twice", rounds, ways, faults, _redone))
+    outcomes = [each for one in rounds for each in one.outcomes]
     reasons = sorted({f"- {each.way}, {each.fault}: {each.why_not}" for each in outcomes if each.why_not})
     if reasons:
         parts.append("**Does not recover**:\n\n" + "\n".join(reasons))
     if absent:
         parts.append("**Not played**:\n\n" + "\n".join(f"- {way}: {why}" for way, why in sorted(absent.items())))
     parts.append("## The ways\n\n" + "\n".join(f"- **{way.name}**: {way.what}." for way in ways))
-    for what, of_fault in pieces.items():
-        parts.append(_pieces(what, {way.name: of_fault[way.name] for way in ways if way.name in of_fault}))
+    for what in dict.fromkeys(what for one in rounds for what in one.pieces):
+        of_way = {way.name: [one.pieces.get(what, {}).get(way.name, {}) for one in rounds] for way in ways}
+        parts.append(_pieces(what, {way: found for way, found in of_way.items() if any(found)}))
     parts.append(notes)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def _pieces(what: str, pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+def _pieces(what: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    pieces: dict[str, dict[str, list[float]]] = {}
+    for way, of_round in found.items():
+        for one in sorted(of_round, key=len, reverse=True):
+            for name, seconds in one.items():
+                pieces.setdefault(way, {}).setdefault(name, []).append(seconds)
     repeats = max(len(each) for of_way in pieces.values() for each in of_way.values())
     lines = [
         f"## {what} under Stepkeeper, piece by piece",
@@ -73,10 +79,10 @@ def _pieces(what: str, pieces: Mapping[str, Mapping[str, Sequence[float]]]) -> s
 
 def _table(
     title: str,
-    outcomes: Sequence[Outcome],
+    rounds: Sequence[Round],
     ways: Sequence[Way],
     faults: Sequence[Fault],
-    cell: Callable[[Sequence[Outcome], Sequence[Outcome]], str],
+    cell: Callable[[Sequence[Outcome], Sequence[Round]], str],
 ) -> str:
     lines = [
         f"## {title}",
@@ -87,29 +93,31 @@ def _table(
     for way in ways:
         row = []
         for fault in faults:
-            own = [each for each in outcomes if (each.way, each.fault) == (way.name, fault.name)]
-            ours = [each for each in outcomes if (each.way, each.fault) == (OURS, fault.name)]
-            row.append(cell(own, ours) if own else "not played")
+            played = [each for one in rounds for each in one.outcomes]
+            own = [each for each in played if (each.way, each.fault) == (way.name, fault.name)]
+            row.append(cell(own, rounds) if own else "not played")
         lines.append(f"| {way.name} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def _seconds(own: Sequence[Outcome], ours: Sequence[Outcome]) -> str:
+def _seconds(own: Sequence[Outcome], rounds: Sequence[Round]) -> str:
     found = _known(each.seconds for each in own)
     lost = len(own) - len(found)
     if not found:
         return "does not recover"
     median = statistics.median(found)
     text = f"**{median:.1f}**"
-    base = _known(each.seconds for each in ours)
-    if base and own[0].way != OURS:
-        text += f", {median / statistics.median(base):.2f}x ours"
+    way, fault = own[0].way, own[0].fault
+    pairs = [(one.seconds(way, fault), one.seconds(OURS, fault)) for one in rounds]
+    ratios = [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]
+    if ratios and way != OURS:
+        text += f", {statistics.median(ratios):.2f}x ours"
     if len(found) > 1:
         text += f" ({_all(found, 1)})"
     return text + (f"; {lost} of {len(own)} did not recover" if lost else "")
 
 
-def _redone(own: Sequence[Outcome], _: Sequence[Outcome]) -> str:
+def _redone(own: Sequence[Outcome], _: Sequence[Round]) -> str:
     found = _known(each.redone for each in own)
     if not found:
         return "does not recover"

@@ -128,9 +128,10 @@ FAULTS: dict[str, Fault] = {
         Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True),
         Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
         Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
-        Fault(name="stopped", what="SIGSTOP to a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=stop),
     )
 }
+STOPPED = Fault(name="stopped", what="SIGSTOP to a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=stop)
+"""In no round: `--faults stopped`."""
 
 PRODUCTION_LIMIT_S = 900.0
 IN_PRODUCTION: dict[str, Fault] = {

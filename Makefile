@@ -113,9 +113,10 @@ test-state-packages: setup  ## resumes with torchao, bitsandbytes, torchdata.nod
 DOCS_PACKAGES ?= /var/tmp/stepkeeper-docs
 MKDOCS = env NO_MKDOCS_2_WARNING=true $(DOCS_PACKAGES)/bin/mkdocs
 docs-packages:
-	@cmp -s tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready || { rm -rf $(DOCS_PACKAGES) && $(PYTHON) -m venv $(DOCS_PACKAGES) && \
+	@flock $(DOCS_PACKAGES).lock sh -c 'cmp -s tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready || \
+	    { rm -rf $(DOCS_PACKAGES) && $(PYTHON) -m venv $(DOCS_PACKAGES) && \
 	    $(DOCS_PACKAGES)/bin/pip install --quiet -r tests/requirements-docs.txt && \
-	    cp tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready; }
+	    cp tests/requirements-docs.txt $(DOCS_PACKAGES)/.ready; }'  # two at once would remove what the other one makes
 
 # without --quiet: that would hide the warnings from --strict, and nothing would end the build
 docs: docs-packages  ## the site, into build/site; a link or an anchor that leads nowhere ends it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from stepkeeper_trainer.coordinate import groups
 from tests.trainer.ending_scenes import finishes
 
 FAN_OUT = 2
+STEPS = 4
+LATE, LATE_S = 2, 15.0
 
 
 def talks(rank: int, _directory: Path, *, size: int, fan_out: int = FAN_OUT) -> int:
@@ -23,7 +26,7 @@ def talks(rank: int, _directory: Path, *, size: int, fan_out: int = FAN_OUT) -> 
         group.reduce_max(numbers, 30.0)
         assert numbers.tolist() == [size - 1, 0, 7]
         begun = torch.tensor([rank])
-        if (work := group.start_reduce_max(begun)) is not None:
+        if (work := group.start_reduce_max(begun, lambda: True)) is not None:
             work.wait()
         assert begun.tolist() == [size - 1]
         values = [(each, b"x" * 1000 * each) for each in range(size)]
@@ -66,6 +69,26 @@ def trains(rank: int, directory: Path, *, steps: int) -> int:
         manager.wait_saved(60.0)
         print(f"rank {rank}: step {manager.step}: {float(model.weight.sum())!r} {noise.tolist()!r}", flush=True)
     return manager.finish()
+
+
+def leaves(rank: int, directory: Path) -> int | None:
+    """End the script behind a step that the last rank has not done: what was said of it waits in a thread."""
+    groups.FAN_OUT = FAN_OUT
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = CheckpointManager(
+        {"model": model, "optimizer": optimizer}, every=None, run_dir=directory, storage_test="off"
+    )
+    manager.resume()
+    for step in range(STEPS):
+        if rank == LATE and step == STEPS - 1:
+            time.sleep(LATE_S)
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        manager.step_done(loss=1.0)
+        assert manager._saver is not None
+        manager._saver.wait_prepared(time.time() + 60.0)  # its thread talks to the other ranks, too
+    return 0 if rank == LATE else None
 
 
 def ends(rank: int, directory: Path, *, hit: str, who: int) -> int:

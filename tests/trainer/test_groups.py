@@ -86,5 +86,12 @@ def test_a_rank_that_dies_after_its_report_costs_no_step(stage: Stage, tmp_path:
     assert (step.step, verify(step.path).ok) == (2, True)
 
 
+@pytest.mark.campaign
+def test_a_script_that_ends_while_another_rank_is_late_leaves_at_once_and_clean(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:leaves", tmp_path, ranks=3, limit_s=13.0)
+
+    assert ended.codes[:2] == [0, 0], "not killed at the scene's limit, and not aborted by torch\n" + ended.said
+
+
 def test_the_scenes_have_several_levels() -> None:
     assert [list(block) for block in blocks(0, 5, group_scenes.FAN_OUT)] == [[0, 1], [0, 2], [0, 4]]

@@ -25,7 +25,7 @@ worker, begun = Worker("some"), threading.Event()
 def works():
     a = torch.rand(1024, 1024)
     begun.set()
-    while not worker._leaving:  # in torch's code, without the interpreter's lock
+    while not worker.leaving:  # in torch's code, without the interpreter's lock
         a = torch.mm(a, a) / 1024
     for _ in range(2):
         a = torch.mm(a, a) / 1024

@@ -26,7 +26,7 @@ class Worker:
         self._name = name
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._at_work = threading.Lock()
-        self._leaving = False
+        self.leaving = False  # the process ends: a job that only waits is to end, too
         self._thread: threading.Thread | None = None
 
     def do(self, job: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Worker:
 
     def wait(self, within_s: float) -> bool:
         """Wait until the jobs so far are done; false if that is late, or the process ends and none begins any more."""
-        if self._thread is None or self._leaving:
+        if self._thread is None or self.leaving:
             return self._thread is None
         done = threading.Event()
         self.do(done.set)
@@ -49,11 +49,11 @@ class Worker:
         while True:
             job = self._jobs.get()
             with self._at_work:
-                if self._leaving:
+                if self.leaving:
                     return
                 job()
 
     def _rest(self) -> None:
         """Let the job at hand end, up to a limit, and no other begin."""
-        self._leaving = True
+        self.leaving = True
         self._at_work.acquire(timeout=LEAVE_WITHIN_S)

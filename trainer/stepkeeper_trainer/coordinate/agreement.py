@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from stepkeeper_trainer.coordinate.groups import wait
 from stepkeeper_trainer.errors import LateError, RankEndedError, StepkeeperError, UsageError
 from stepkeeper_trainer.worker import Worker
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.coordinate.groups import Group
 
 PAYLOAD = 12  # numbers in a message, behind the calls
-LOOK_EVERY = timedelta(seconds=1)  # a wait returns to Python so often: its signal handlers run
+LOOK_EVERY_S = 1.0  # a wait returns to Python so often: its signal handlers run
 STARTED_WITHIN_S = 10.0  # an all-reduce, for which nobody else is needed
 MISSING_WITHIN_S = 2.0  # ranks that wait tell each other so within it
 RANKS_NAMED_MAX = 16
@@ -278,7 +278,8 @@ class Agreement:
             call = message.call
             numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
             numbers[CALLS : CALLS + len(values)] = values
-            work = group.start_reduce_max(torch.frombuffer(numbers, dtype=torch.int64))
+            tensor = torch.frombuffer(numbers, dtype=torch.int64)
+            work = group.start_reduce_max(tensor, lambda: not self._starter.leaving)
             message.started.put((numbers, work))
         except Exception as error:  # noqa: BLE001  # the main thread raises it
             message.started.put((None, error))
@@ -349,21 +350,15 @@ def _started(message: Message, seconds: float) -> tuple[array[int] | None, Any] 
 
 
 def _slice(seconds: float) -> float:
-    return min(LOOK_EVERY.total_seconds(), max(0.001, seconds))
+    return min(LOOK_EVERY_S, max(0.001, seconds))
 
 
 def _wait(work: Any, seconds: float, call: Call) -> bool:
     """Wait for a collective; false while it is not complete.  Raises RankEndedError."""
     try:
-        work.wait(LOOK_EVERY if seconds >= LOOK_EVERY.total_seconds() else timedelta(seconds=_slice(seconds)))
+        return wait(work, _slice(seconds))
     except RuntimeError as error:
-        if not work.is_completed():
-            return False
-        try:
-            work.wait()  # it has failed, or came right after the time was over
-        except RuntimeError:
-            raise _ended(call, error) from error
-    return True
+        raise _ended(call, error) from error
 
 
 def _ended(call: Call, error: RuntimeError) -> RankEndedError:

@@ -30,7 +30,7 @@ from stepkeeper_trainer.environment import Place, find_place
 from stepkeeper_trainer.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def find_rank() -> tuple[int, int]:
@@ -67,6 +67,7 @@ def hang_limit_s() -> float:
 FAN_OUT = 32
 """Ranks that one gloo group connects."""
 SPARE_DESCRIPTORS = 512  # that the script and torch may need beside a group of ours
+SLICE_S = 0.1  # a wait in a thread looks so often whether the process ends
 _serial = itertools.count()  # of the groups made here: the same on all ranks, who make them in one order
 _open: set[Group] = set()  # torch's threads end with the last reference, which must wait for `close`
 
@@ -132,14 +133,20 @@ class Group:
         self.levels = []
         _open.discard(self)
 
-    def start_reduce_max(self, numbers: torch.Tensor) -> Any | None:
+    def start_reduce_max(self, numbers: torch.Tensor, goes_on: Callable[[], bool]) -> Any | None:
         """Begin to take the largest of each number over all ranks, in place; return torch's work.
 
-        None where it is complete: with more than one level, each waits for the one before.
+        None where it is complete: with more than one level, each waits for the one before, while the process `goes_on`.
+
+        Raises:
+            RuntimeError: another rank ended, or this process does.
         """
         if len(self.levels) == 1 and self.levels[0].is_top:
             return self.levels[0].start_reduce_max(numbers)
-        self.reduce_max(numbers)
+        for work in self._reduce_max(numbers):
+            while not wait(work, SLICE_S):
+                if not goes_on():
+                    raise RuntimeError("this process ends")
         return None
 
     def reduce_max(self, numbers: torch.Tensor, within_s: float | None = None) -> None:
@@ -149,11 +156,16 @@ class Group:
             RuntimeError: another rank ended, or did not come within `within_s` seconds.
         """
         limit_at = None if within_s is None else time.monotonic() + within_s
+        for work in self._reduce_max(numbers):  # torch takes 0 for as long as the group waits
+            work.wait(timedelta(seconds=0 if limit_at is None else max(0.001, limit_at - time.monotonic())))
+
+    def _reduce_max(self, numbers: torch.Tensor) -> Iterator[Any]:
+        """Begin one gloo collective after another; each is complete when the next is asked for."""
         for level in self.levels:
-            level.start_reduce_max(numbers).wait(_left(limit_at))
+            yield level.start_reduce_max(numbers)
         for level in reversed(self.levels):
             if not level.is_top:
-                level.start_broadcast(numbers).wait(_left(limit_at))
+                yield level.start_broadcast(numbers)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, on every rank."""
@@ -299,9 +311,19 @@ def _options(kind: Any, **values: Any) -> Any:
     return options
 
 
-def _left(limit_at: float | None) -> timedelta:
-    """Return how long a wait may take; torch takes 0 for as long as the group waits."""
-    return timedelta() if limit_at is None else timedelta(seconds=max(0.001, limit_at - time.monotonic()))
+def wait(work: Any, seconds: float) -> bool:
+    """Wait for a collective; false while it is not complete.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has failed, or came right after the time was over
+    return True
 
 
 def _unpacked(data: bytes) -> Any:

@@ -759,3 +759,60 @@ def test_a_schedule_of_another_length_is_told_as_it_is_restored(tmp_path: Path, 
     told = said("schedule_restored")
     assert len(told) == (steps == 12)
     assert all('part=schedule options="1.T_max=8 (the script has 12)"' in line for line in told)
+
+
+class Restores:
+    """Restores its place as torchdata's loaders do: the iterator is its own."""
+
+    __module__ = "torchdata.stand_in"
+
+    def __init__(self) -> None:
+        self.iterator = iter(DataLoader(Squares(), batch_size=4))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.iterator._num_yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it back."""
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_loader_that_is_read_for_the_next_step_is_told_once(tmp_path: Path, said: Said, ahead: int) -> None:
+    loader = Restores()
+    loop = Loop(tmp_path / "run", more={"loader": loader})
+    waiting = [next(loader.iterator) for _ in range(ahead)]
+    for _ in range(3):
+        waiting.append(next(loader.iterator))
+        loop.train(waiting.pop(0))
+        loop.manager.step_done()
+
+    told = said("data_position_")
+    assert len(told) == ahead
+    assert all(line.startswith("data_position_ahead step=2 part=loader kind=Restores batches=1 ") for line in told)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_weights_that_are_loaded_after_the_resume_are_told(tmp_path: Path, said: Said, *, replace: bool) -> None:
+    first = Loop(tmp_path / "run", every=1)
+    initial = copy.deepcopy(first.model.state_dict())
+    train_turns(first, lambda _: None, turns=1)
+    assert first.manager.wait_saved(60)
+
+    resumed = Loop(tmp_path / "run", resume_from="latest")
+    resumed.model.load_state_dict(initial if replace else copy.deepcopy(resumed.model.state_dict()))
+    train_turns(resumed, lambda _: None, turns=2)
+
+    told = said("weights_replaced_after_resume")
+    assert len(told) == replace
+    assert all("step=1 parts=model " in line and "before resume()" in line for line in told)
+
+
+def test_an_optimizer_that_is_used_in_place_of_that_of_the_state_is_told(tmp_path: Path, said: Said) -> None:
+    loop = Loop(tmp_path / "run")
+    loop.optimizer = torch.optim.Adam(loop.model.parameters())  # type: ignore[assignment]
+    for _ in range(3):
+        loop.train()
+        loop.manager.step_done()
+
+    (line,) = said("part_not_saved")
+    assert "part=Adam" in line

@@ -210,6 +210,8 @@ class CheckpointManager:
         Call `step_done` in each round; a round without it is the same step once more.
         """
         self._ready()
+        if self._exactness is not None:
+            self._exactness.begin()
         while not self.finished:
             yield self.step
             if self._exactness is not None:

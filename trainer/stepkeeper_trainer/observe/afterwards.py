@@ -2,7 +2,9 @@
 
 A schedule that moves after `step_done` is one step behind from the first resume on, without any error.  Where `steps()`
 makes the turns, the state is compared over two of them; learning rates are compared over all, as a schedule may move
-once in an epoch.  A save that the script begins itself, before its step is done, holds half a step.
+once in an epoch.  Weights that change between `resume()` and the first turn are no longer those of the checkpoint, as
+where a script loads its initial weights too late.  A save that the script begins itself, before its step is done, holds
+half a step.
 """
 
 from __future__ import annotations
@@ -36,13 +38,28 @@ class _Left(NamedTuple):
 class Afterwards:
     """Of rank 0; used by its main thread alone."""
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, resumed_step: int | None) -> None:
         """Begin right after a resume."""
         self._state = state
+        self._resumed = None if resumed_step is None else (resumed_step, self._modules())
         self._left: _Left | None = None
         self._done: tuple[int, list[int]] | None = None  # the newest step, and version counters at its end
         self._looks = 0
         self._told: set[str] = set()
+
+    def begin(self) -> None:
+        """Compare the weights as the loop begins."""
+        resumed, self._resumed = self._resumed, None
+        changed = _others(resumed[1], self._modules()) if resumed is not None else []
+        if resumed is not None and changed:
+            warn(
+                "weights_replaced_after_resume",
+                step=resumed[0],
+                parts=",".join(changed),
+                why="they have changed between resume() and the first step: "
+                "training does not continue from the checkpoint",
+                remedy="load or initialise weights before resume()",
+            )
 
     def leave(self, step: int) -> None:
         """Note how things are as `step_done` ends."""
@@ -98,19 +115,26 @@ class Afterwards:
         }  # a chained one has none
 
     @torch.no_grad()
-    def _parts(self) -> dict[str, Any]:
+    def _modules(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, (tensors, _) in self._state.modules_then.items():
             chosen = list(tensors.values())
             found[name] = [_number(each) for each in chosen[:: max(1, len(chosen) // TENSORS_MAX)]]
+        return found
+
+    def _parts(self) -> dict[str, Any]:
+        found = self._modules()
         for name, part in self._state.others.items():
             if not moves_by_itself(part):
-                found[name] = state_of(part)
+                state = state_of(part)
+                found[name] = state if repr(state) == repr(state_of(part)) else None  # a thread may move it at any time
         return found
 
 
 def _others(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [name for name, value in then.items() if repr(value) != repr(now.get(name, value))]  # not a number is equal
+    """Return which are others; None is not known, and NaN is equal to itself."""
+    known = [name for name, value in then.items() if value is not None and now.get(name) is not None]
+    return [name for name in known if repr(then[name]) != repr(now[name])]
 
 
 def _number(tensor: torch.Tensor) -> float | None:

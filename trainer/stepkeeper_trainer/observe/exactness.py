@@ -290,7 +290,7 @@ class Exactness:
         """Begin right after a resume; `model` is what hooks may be attached to."""
         self._position = Position(state.others)
         self._omissions = Omissions(state)
-        self._afterwards = Afterwards(state)
+        self._afterwards = Afterwards(state, resumed.step)
         self._sequence = 0  # of the newest save that was seen
         self._evaluations = Evaluations(model)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
@@ -310,6 +310,10 @@ class Exactness:
                 self._redrawn.saved(step)
         self._evaluations.leave(step)
         self._afterwards.leave(step)
+
+    def begin(self) -> None:
+        """Look around as the loop begins."""
+        self._afterwards.begin()
 
     def turn(self) -> None:
         """Look around as the loop comes round."""

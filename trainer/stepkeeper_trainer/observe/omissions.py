@@ -93,7 +93,9 @@ class Omissions:
                 missing = any(each.optimizer is one for one in saved)
             elif isinstance(each, Optimizer):
                 own = set(map(id, _weights_of(each)))
-                missing = _counts(each) != was and not own & trained and bool(each.state or own - known)
+                used = _counts(each) != was and bool(each.state or own - known)
+                idle = not any(one.state for one in saved if own & set(map(id, _weights_of(one))))
+                missing = used and (not own & trained or (bool(each.state) and idle))
             else:
                 missing = _counts(each) != was
             if missing:

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import warn
-from stepkeeper_trainer.sampler import GlobalSampler, MicroBatches
+from stepkeeper_trainer.sampler import GlobalSampler, MeshLoader, MicroBatches
 from stepkeeper_trainer.state.tree import split
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Position:
             if read:
                 self._check_loader(step, read[0])
                 self._check_own(step, read)
+                self._check_fetched(step, read)
             self._read, self._were, self._counts, self._own = [], {}, [], {}
 
     def _check_sampler(self, step: int) -> None:
@@ -177,6 +178,33 @@ class Position:
                         why=f"it counts batches as the loader asks for them ahead of training ({count}): "
                         "a resume leaves out those that were asked for and not used",
                         remedy=f"count in the training loop what a step has used, or {ADVICE}",
+                    )
+                    return
+
+    def _check_fetched(self, step: int, read: list[Any]) -> None:
+        """Look for a loader of the state that had given more by the first step than a step takes."""
+        if step != 2:  # noqa: PLR2004  # after a resume it begins its count elsewhere
+            return
+        given = {id(one.reference()): one.given for one in self._read}
+        loaders = {
+            name: part
+            for name, part in self._parts.items()
+            if isinstance(part, MeshLoader) or "torchdata" in _packages(part)
+        }
+        for name, part in loaders.items():
+            for each in read:
+                ahead = 2 * given[id(each)] - _given(each)
+                if ahead > 0 and _reaches(part, each):
+                    warn(
+                        "data_position_ahead",
+                        step=step,
+                        part=name,
+                        kind=type(part).__name__,
+                        batches=ahead,
+                        why="it has given more than steps have used, as to a thread or for the next step: "
+                        "a resume leaves out what was given and not used",
+                        remedy="take each batch in the step that uses it, or give state={..., 'sampler': "
+                        "GlobalSampler(...)}",
                     )
                     return
 

@@ -38,7 +38,7 @@ def tell_restored(made: dict[str, dict[str, Any]], state: TrainingState) -> None
                 part=name,
                 options=", ".join(changed),
                 why="a resume continues the schedule that was saved",
-                remedy="to change it, set these attributes after resume(), or make the schedule after it",
+                remedy="to change it, set these attributes after resume()",
             )
 
 

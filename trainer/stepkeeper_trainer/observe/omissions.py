@@ -142,8 +142,9 @@ class Omissions:
             for path, module in part.module.named_modules():
                 for name in module._non_persistent_buffers_set:  # noqa: SLF001
                     each = getattr(module, name, None)
-                    plain = type(each) is torch.Tensor and each.layout is torch.strided and not each.is_meta
-                    if plain and each.numel() and each.nbytes <= BUFFER_BYTES_MAX:
+                    if type(each) is not torch.Tensor or each.layout is not torch.strided or each.is_meta:
+                        continue
+                    if each.numel() and each.nbytes <= BUFFER_BYTES_MAX:
                         yield ".".join(filter(None, (part_name, path, name))), each
 
     def _check_buffers(self, step: int) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KEEPERS = ("torchdata", "datasets", "stepkeeper_trainer")  # packages whose parts move as training does
 TRAINED = (torch.optim.Optimizer, torch.nn.Module, torch.nn.Parameter)
 OBJECTS_MAX = 2000  # that are looked at for a part
-DEPTH_MAX = 5  # of a part below a data set
+DEPTH_MAX = 8  # of a part below a data set; an object's attributes may count twice
 COMPARED_BYTES_MAX = 64 * 1024  # of one tensor; of a larger one its version counter
 OPAQUE = (type, ModuleType, str, bytes, int, float, torch.Tensor)
 ADVICE = "give state={..., 'sampler': GlobalSampler(...)}, or torchdata's StatefulDataLoader as 'loader'"
@@ -269,20 +269,15 @@ def _reaches(root: object, wanted: object) -> bool:
     for _ in range(DEPTH_MAX):
         below: list[object] = []
         for each in level:
-            if each is wanted or (isinstance(wanted, tuple) and isinstance(each, wanted)):
+            if each is wanted or (isinstance(wanted, tuple) and issubclass(type(each), wanted)):
                 return True
-            if id(each) in seen or isinstance(each, OPAQUE) or len(seen) > OBJECTS_MAX:
+            if id(each) in seen or issubclass(type(each), OPAQUE) or len(seen) > OBJECTS_MAX:
                 continue
             seen.add(id(each))
             # a function knows all of its module
-            below += gc.get_referents(*(each.__closure__ or ())) if isinstance(each, FunctionType) else _parts_of(each)
+            below += gc.get_referents(*((each.__closure__ or ()) if type(each) is FunctionType else (each,)))
         level = below
     return False
-
-
-def _parts_of(each: object) -> list[object]:
-    found = gc.get_referents(each)
-    return [item for one in found for item in (one.values() if one is getattr(each, "__dict__", None) else (one,))]
 
 
 def _reads_for(iterator: Any, sampler: GlobalSampler | None) -> bool:

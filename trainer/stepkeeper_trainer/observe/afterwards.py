@@ -142,4 +142,7 @@ def _number(tensor: torch.Tensor) -> float | None:
     if not is_plain(type(own)) or own.layout is not torch.strided or own.is_meta or own.is_quantized:
         return None
     some = own.reshape(-1)[:NUMBERS_MAX]
-    return float((torch.view_as_real(some.resolve_conj()) if some.is_complex() else some).double().sum())
+    try:
+        return float((torch.view_as_real(some.resolve_conj()) if some.is_complex() else some).double().sum())
+    except RuntimeError:  # of a type that torch does not convert
+        return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -140,11 +141,17 @@ class Omissions:
     def _unsaved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for part_name, part in self._state.modules.items():
             for path, module in part.module.named_modules():
-                for name in module._non_persistent_buffers_set:  # noqa: SLF001
+                for name in getattr(module, "_non_persistent_buffers_set", ()):
                     each = getattr(module, name, None)
-                    if type(each) is not torch.Tensor or each.layout is not torch.strided or each.is_meta:
+                    if (
+                        type(each) is not torch.Tensor
+                        or each.layout is not torch.strided
+                        or each.is_meta
+                        or each.is_inference()
+                    ):
                         continue
-                    if each.numel() and each.nbytes <= BUFFER_BYTES_MAX:
+                    compared = each.dtype.itemsize > 1 or not each.is_floating_point()  # torch compares no float8
+                    if compared and each.numel() and each.nbytes <= BUFFER_BYTES_MAX:
                         yield ".".join(filter(None, (part_name, path, name))), each
 
     def _check_buffers(self, step: int) -> None:
@@ -205,7 +212,9 @@ def _weights_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [count for each in tensors for count in (each._version, local(each)._version)]  # noqa: SLF001
+    """Return counters; a tensor of `inference_mode` has none."""
+    own = [one for each in tensors for one in (each, local(each))]
+    return [0 if each.is_inference() else each._version for each in own]  # noqa: SLF001
 
 
 def _scalings() -> int:
@@ -255,6 +264,8 @@ def _inner(module: torch.nn.Module) -> torch.nn.Module:
 def _like(each: torch.nn.Module, other: torch.nn.Module, weights: set[int]) -> bool:
     """Whether a module is a copy of another one: weights of the same names and shapes, and none in common."""
     one, two = dict(each.named_parameters()), dict(other.named_parameters())
+    if any(map(is_lazy, (*one.values(), *two.values()))):
+        return False  # without a shape yet
     same = (
         bool(one)
         and type(each) is type(other)

@@ -225,9 +225,9 @@ def state_of(part: Stateful) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     try:
         rest = split(part.state_dict(), "", tensors)
+        return rest, [(name, _value_of(each)) for name, each in tensors.items()]
     except Exception:  # noqa: BLE001  # the script's code may raise anything; the save says so
         return None
-    return rest, [(name, _value_of(each)) for name, each in tensors.items()]
 
 
 def _value_of(tensor: torch.Tensor) -> Any:

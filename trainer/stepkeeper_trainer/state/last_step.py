@@ -8,7 +8,6 @@ which no counter sees (weights that an average is swapped in for, merged adapter
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import say
 from stepkeeper_trainer.state.tree import local
 
@@ -91,7 +91,7 @@ class LastStep:
         if gathered is None:
             return False
         if torch.cuda.is_available():
-            if any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects()):
+            if living(torch.cuda.CUDAGraph):
                 self.why_not = "a CUDA graph may change the state at any time"
                 return False
             for device in {each.device for each in (*self._weights, *map(local, gathered.others)) if each.is_cuda}:

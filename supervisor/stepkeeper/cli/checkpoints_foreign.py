@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError
 from stepkeeper.frameworks import choosing, repair, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
-from stepkeeper.frameworks.framework import Framework, Step, quoted
+from stepkeeper.frameworks.framework import Framework, Step
 from stepkeeper.frameworks.recognise import AUTO, Finding
 from stepkeeper.frameworks.repair import Findings, Pointer, Pointing, RefusedError, Torn
 from stepkeeper.run_store import find
@@ -158,7 +159,7 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
         printing.say_path(str(chosen.step.path))
         if chosen.resume is not None:
             words = (
-                f"{quoted(chosen.resume.arguments)}  ({chosen.resume.how})"
+                f"{shlex.join(chosen.resume.arguments)}  ({chosen.resume.how})"
                 if chosen.resume.arguments
                 else chosen.resume.how
             )

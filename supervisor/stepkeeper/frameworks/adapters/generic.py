@@ -119,7 +119,7 @@ class Generic(Framework):
         """Go by the name."""
         return bool(self.patterns.steps) and self._name().fullmatch(path.name) is not None and path.exists()
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require what the patterns say, and look into whatever is known by its suffix."""
         world_size = contents.world_size
         names = sorted(contents.tree.files)
@@ -152,9 +152,9 @@ class Generic(Framework):
         elif not file.endswith(".distcp"):
             parts.add_plain(contents, name)
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Fill in the arguments of the configuration."""
-        filled = {"{path}": os.path.abspath(step.path), "{step}": str(step.number)}
+        filled = {"{path}": os.path.abspath(contents.step.path), "{step}": str(contents.step.number)}
         return Resume(tuple(_fill(word, filled) for word in self.patterns.resume), "`resume` of [framework.generic]")
 
 

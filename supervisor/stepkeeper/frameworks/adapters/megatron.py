@@ -59,7 +59,7 @@ class Megatron(Framework):
         ours = any(word.rpartition("/")[2] in self.commands for word in script.words)
         return ours or any(name.startswith("megatron.training") for name in script.modules)
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Tell the format by the directories, and require what it needs."""
         legacy = sorted(name for name in contents.tree.directories if _LEGACY.fullmatch(name))
         if legacy:
@@ -72,14 +72,14 @@ class Megatron(Framework):
         """Return the tracker, which holds the step."""
         return {step.path.parent / TRACKER: str(step.number).encode()}
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the step, and have a missing checkpoint end the run: it would begin with random weights."""
         return Resume(
             (
                 "--load",
-                os.path.abspath(step.path.parent),
+                os.path.abspath(contents.step.path.parent),
                 "--ckpt-step",
-                str(step.number),
+                str(contents.step.number),
                 "--exit-on-missing-checkpoint",
             ),
             "a malformed tracker ends Megatron with exit code 0: finished means that the step was reached",

@@ -51,7 +51,7 @@ class MegatronBridge(Framework):
     def _signs(path: Path) -> list[tuple[Path, str]]:
         return [*((path, name) for name in _OWN), (path.parent, _LATEST_STATE)]
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require Bridge's own files too."""
         megatron.add_torch_dist(contents)
         parts.add_archive(contents, _STATE)
@@ -65,11 +65,11 @@ class MegatronBridge(Framework):
             found[step.path.parent / _LATEST_STATE] = state
         return found
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name directory and step."""
-        root = os.path.abspath(step.path.parent)
+        root = os.path.abspath(contents.step.path.parent)
         return Resume(
-            (f"checkpoint.load={root}", f"checkpoint.ckpt_step={step.number}"),
+            (f"checkpoint.load={root}", f"checkpoint.ckpt_step={contents.step.number}"),
             "CheckpointConfig(load=..., ckpt_step=...)",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange, Writes
+from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, WorldChange, Writes
 from stepkeeper.frameworks.script import Script
 
 _NEEDED = ("train_state", "optimizer", "lr_scheduler", "dataloader")
@@ -35,7 +35,7 @@ class Torchtitan(Framework):
         """Look for its own program: of a script with a loop of its own, nothing is known."""
         return any(word.endswith(("torchtitan.train", "torchtitan/train.py")) for word in script.words)
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require a whole DCP directory, or one of safetensors."""
         if ".metadata" not in contents.tree and "model.safetensors.index.json" in contents.tree:
             parts.add_indexed(contents, "model.safetensors.index.json")
@@ -53,9 +53,11 @@ class Torchtitan(Framework):
                     contents.note(f"holds no state of {name}")
             contents.note("torchtitan saves no RNG state: dropout continues with other numbers")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the step: without it the highest one with `.metadata` is taken."""
-        return Resume((f"--checkpoint.load_step={step.number}",), "`load_step` of the configuration's [checkpoint]")
+        return Resume(
+            (f"--checkpoint.load_step={contents.step.number}",), "`load_step` of the configuration's [checkpoint]"
+        )
 
 
 def _has(keys: frozenset[str], name: str) -> bool:

@@ -23,7 +23,7 @@ from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.launch import KEPT
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 
 # The `STEPKEEPER_*` variables: settings, what ranks get, and nothing else.
 
@@ -368,11 +368,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             return Policy()
 
 
+_recorded = msgspec.json.Decoder(Recorded)
+
+
 def read_record(run_directory: Path, attempt: int) -> Recorded:
     """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
     try:
-        return msgspec.json.decode(read_plain(record_path(run_directory, attempt), within=run_directory), type=Recorded)
-    except (OSError, msgspec.MsgspecError):
+        return decode(_recorded, read_plain(record_path(run_directory, attempt), within=run_directory))
+    except (OSError, DecodeError):
         return Recorded()
 
 

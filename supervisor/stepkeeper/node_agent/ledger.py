@@ -119,9 +119,9 @@ def read(path: Path) -> Book:
         for raw in lines.forwards(file):
             if not raw:
                 continue
-            try:
-                book.take(_decoder.decode(raw))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            if (line := lines.parsed(_decoder, raw)) is not None:
+                book.take(line)
+            else:
                 book.unreadable += 1
     return book
 

@@ -23,13 +23,14 @@ from typing import Self, TypeVar
 import msgspec
 
 from stepkeeper.node_agent.xid.catalogue import Action, Domain
+from stepkeeper.run_store.lines import parsed
 from stepkeeper_trainer.formats.messages import fitted
+from stepkeeper_trainer.formats.plain import MismatchError, decode
 
 MESSAGE_BYTES_MAX = 4096
 EXCLUDE_MAX = 64  # nodes in one `ExpediteRequeue`
 DEFAULT_SOCKET = "/run/stepkeeper/agent.sock"  # %N stands for the node's name
 SOCKET_VARIABLE = "STEPKEEPER_AGENT_SOCKET"
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -128,21 +129,18 @@ def encode(message: ToAgent | FromAgent) -> bytes:
 
 
 def decode_to_agent(packet: bytes) -> ToAgent | None:
-    """Parse what a user sent; None for a type that this version does not know.  Raises one of `UNREADABLE`."""
+    """Parse what a user sent; None for a type that this version does not know.  Raises DecodeError."""
     try:
-        return _to_agent.decode(packet)
-    except msgspec.ValidationError:
-        if _tag.decode(packet).type in _KNOWN_TO_AGENT:
+        return decode(_to_agent, packet)
+    except MismatchError:
+        if decode(_tag, packet).type in _KNOWN_TO_AGENT:
             raise
         return None
 
 
 def decode_from_agent(packet: bytes) -> FromAgent | None:
     """Parse what the agent sent; None for what this version does not know."""
-    try:
-        return _from_agent.decode(packet)
-    except UNREADABLE:
-        return None
+    return parsed(_from_agent, packet)
 
 
 # A watcher's or supervisor's side of the agent's socket.  Light: watchers import it.

@@ -21,9 +21,10 @@ import structlog
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
-from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
+from stepkeeper.node_agent.protocol import FromAgent, Refused, Seen, credentials, decode_to_agent, encode
 from stepkeeper.node_agent.requests import Requests
 from stepkeeper.slurm.nodes import NodeCommands
+from stepkeeper_trainer.formats.plain import DecodeError
 
 ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
@@ -259,7 +260,7 @@ class AgentSocket:
             raise EndedError("too many messages")
         try:
             message = decode_to_agent(packet)
-        except UNREADABLE as error:
+        except DecodeError as error:
             raise EndedError("a message that cannot be read") from error
         if message is not None:
             self._requests.handle(connection, message, now)

@@ -28,6 +28,7 @@ from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
 from stepkeeper.run_store import lease
+from stepkeeper.run_store.lines import parsed
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats.durable import append_line
@@ -488,10 +489,6 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> tuple[Line, ...]:
         data = os.pread(descriptor, LINES_BYTES_MAX, max(0, size - LINES_BYTES_MAX))
     finally:
         os.close(descriptor)
-    found = []
-    for line in data.split(b"\n"):
-        try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except msgspec.MsgspecError:
-            continue  # torn, or the beginning of it was not read
-    return tuple(found)
+    decoder = msgspec.json.Decoder(kind)
+    found = (parsed(decoder, line) for line in data.split(b"\n"))
+    return tuple(line for line in found if line is not None)  # the beginning of the first one may not be read

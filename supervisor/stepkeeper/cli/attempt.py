@@ -13,7 +13,7 @@ from stepkeeper.config import rank_settings, resolve
 from stepkeeper.config.resolve import Config
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
@@ -98,9 +98,7 @@ def following(command: tuple[str, ...], config: Config) -> Following | None:
             patterns=config.generic,
         )
     except OSError as error:
-        raise StepkeeperError(
-            f"--checkpoint-dir {settings.checkpoint_dir}: cannot be listed: {error.strerror}", ExitCode.USAGE
-        ) from error
+        raise UsageError(f"--checkpoint-dir {settings.checkpoint_dir}: cannot be listed: {error.strerror}") from error
 
 
 def say_framework(found: Following | None, command: Sequence[str], settings: RunSettings, log: Log) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import whole
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks import choosing, repair, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
 from stepkeeper.frameworks.framework import Framework, Step
@@ -120,10 +120,9 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
     framework = finding.framework
     step = next((each for each in framework.list_steps(path.parent) if each.path == path), None)
     if step is None and not framework.is_step(path):
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no checkpoint of {framework.title}: name one of those that `stepkeeper checkpoints ls "
-            f"{arguments.where}` lists",
-            ExitCode.USAGE,
+            f"{arguments.where}` lists"
         )
     how = how_of(arguments, deep=not arguments.shallow, cached=arguments.cached)
     judged = choosing.judge(framework, step or Step(path, None), how)
@@ -176,11 +175,10 @@ def root_of(arguments: argparse.Namespace, finding: Finding) -> Path:
     """Return the directory that holds checkpoints.  Raises StepkeeperError where it is one itself."""
     path = _plain(Path(arguments.where))
     if not path.is_dir():
-        raise StepkeeperError(f"{arguments.where}: is one checkpoint: name the directory that holds it", ExitCode.USAGE)
+        raise UsageError(f"{arguments.where}: is one checkpoint: name the directory that holds it")
     if not finding.framework.list_steps(path) and finding.framework.is_step(path):
-        raise StepkeeperError(
-            f"{arguments.where}: is one checkpoint of {finding.framework.title}: name the directory that holds it",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{arguments.where}: is one checkpoint of {finding.framework.title}: name the directory that holds it"
         )
     return path
 
@@ -265,10 +263,9 @@ def repair_directory(arguments: argparse.Namespace) -> int:
     """Say what is wrong with pointer files and torn checkpoints, and put it right where that was asked for."""
     finding = found(arguments)
     if finding is None:
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no directory of checkpoints of another framework, which alone have pointer files "
-            "(name the framework with --framework)",
-            ExitCode.USAGE,
+            "(name the framework with --framework)"
         )
     root = root_of(arguments, finding)
     how = how_of(arguments, deep=True, cached=not arguments.no_cache)

@@ -12,7 +12,7 @@ import msgspec
 from stepkeeper.cli import printing
 from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line
@@ -41,7 +41,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def execute(arguments: argparse.Namespace) -> None:
     """Print the journal of a run."""
     if arguments.last is not None and arguments.last < 1:
-        raise StepkeeperError("--last is at least 1", ExitCode.USAGE)
+        raise UsageError("--last is at least 1")
     run = find.find(arguments.run, os.environ)
     if not run.journal.exists():
         raise StepkeeperError(

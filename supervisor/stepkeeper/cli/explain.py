@@ -24,7 +24,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collect, log_lines, logs, rules
 from stepkeeper.diagnosis.classify import NO_EVIDENCE, Evidence, Role, Verdict, classify
 from stepkeeper.diagnosis.collect import Launch
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.redaction import redact
 from stepkeeper.run_analytics.model import left_out_in_words
 from stepkeeper.run_store import find
@@ -194,10 +194,10 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print a verdict."""
     if arguments.log:
         if arguments.run is not None or arguments.attempt is not None or arguments.launch is not None:
-            raise StepkeeperError("--log goes without RUN, --attempt and --launch", ExitCode.USAGE)
+            raise UsageError("--log goes without RUN, --attempt and --launch")
         verdict, about = _of_files(arguments.log)
     elif arguments.run is None:
-        raise StepkeeperError("name a run directory or a job id, or logs with --log", ExitCode.USAGE)
+        raise UsageError("name a run directory or a job id, or logs with --log")
     else:
         verdict, about = _of_run(find.find(arguments.run, os.environ), arguments)
     if arguments.json:

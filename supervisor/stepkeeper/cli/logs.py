@@ -17,7 +17,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.diagnosis import collect, log_lines, planes
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.run_store import find, lines
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import FAILED_NAME, RunDirectory
@@ -310,9 +310,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def execute(arguments: argparse.Namespace) -> None:
     """Print the logs of one launch, node by node."""
     if arguments.tail is not None and arguments.tail < 1:
-        raise StepkeeperError("--tail is at least 1", ExitCode.USAGE)
+        raise UsageError("--tail is at least 1")
     if arguments.failed and arguments.follow:
-        raise StepkeeperError("--failed shows what ended, --follow what runs: choose one", ExitCode.USAGE)
+        raise UsageError("--failed shows what ended, --follow what runs: choose one")
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
         follow(run, arguments)

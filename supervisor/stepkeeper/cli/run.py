@@ -23,7 +23,7 @@ from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.values import Outdated
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import Form, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.print_config or arguments.dry_run:
         return printing.safely(_show, arguments)
     if arguments.json:
-        raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
+        raise UsageError("--json goes with --print-config or --dry-run")
     try:
         code = _supervise(arguments)
     except StepkeeperError as error:

@@ -15,7 +15,7 @@ from stepkeeper.cli import printing
 from stepkeeper.cli.printing import duration
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.run_analytics import queue, reading
 from stepkeeper.run_analytics.glance import Glance, attempt, facts, glance, loss, state, steps
 from stepkeeper.run_analytics.model import exit_meaning
@@ -116,7 +116,7 @@ def _require_one_way(arguments: argparse.Namespace) -> None:
     elif arguments.follow and (arguments.json or arguments.all):
         wrong = "--follow shows one run, for people: it goes without --json and --all"
     if wrong:
-        raise StepkeeperError(wrong, ExitCode.USAGE)
+        raise UsageError(wrong)
 
 
 # One run.

@@ -22,7 +22,7 @@ from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
@@ -322,7 +322,7 @@ def resume(arguments: argparse.Namespace) -> None:
     """Submit a run again."""
     wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
     if wrong is not None:
-        raise StepkeeperError(f"--sbatch {wrong!r}: write the option with its dashes", ExitCode.USAGE)
+        raise UsageError(f"--sbatch {wrong!r}: write the option with its dashes")
     run = find.find(arguments.run, os.environ)
     preflight.require_open(run.path)
     newest = _newest_job(run)
@@ -412,10 +412,9 @@ def _require_current(run: RunDirectory, submission: Submission) -> None:
     try:
         resolve.read_environment(submission.environment)
     except StepkeeperError as error:
-        raise StepkeeperError(
+        raise UsageError(
             f"{error}; job {submission.job} had this variable: correct your batch script, and submit it again with "
-            f"STEPKEEPER_RUN_DIR={run.typed}",
-            ExitCode.USAGE,
+            f"STEPKEEPER_RUN_DIR={run.typed}"
         ) from error
     resolve.gather({}, {**os.environ, **submission.environment})
 

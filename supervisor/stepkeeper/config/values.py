@@ -13,9 +13,8 @@ from stepkeeper.cli.printing import clean
 from stepkeeper.config import rank_settings
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import causes
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Limits
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
@@ -116,9 +115,7 @@ def checked(setting: Setting, value: Any, where: str, outdated: list[Outdated] |
         _refuse(setting, value, where)
     if (now := value_now(setting.key, value)) != value:
         if outdated is None:
-            raise StepkeeperError(
-                f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
-            )
+            raise UsageError(f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`")
         outdated.append(Outdated(key=setting.key, where=where, instead=f"`{now}` applies; set that"))
         value = now
     if setting.about.choices and value not in setting.about.choices:
@@ -155,7 +152,7 @@ def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
     try:
         causes.parse_ladder(value)
     except causes.LadderError as error:
-        raise StepkeeperError(f"{where}: {setting.key} = {shown(value)}: {error}", ExitCode.USAGE) from None
+        raise UsageError(f"{where}: {setting.key} = {shown(value)}: {error}") from None
 
 
 def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
@@ -168,13 +165,11 @@ def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
     except ValueError as error:
         said = clean(str(error))
         said = said if len(said) <= SAID_MAX else said[:SAID_MAX] + "…"
-        raise StepkeeperError(f"{where}: {setting.key}: {said}", ExitCode.USAGE) from None
+        raise UsageError(f"{where}: {setting.key}: {said}") from None
 
 
 def _refuse(setting: Setting, value: object, where: str) -> NoReturn:
-    raise StepkeeperError(
-        f"{where}: {setting.key} = {shown(value)}: {setting.wanted} is wanted", ExitCode.USAGE
-    ) from None
+    raise UsageError(f"{where}: {setting.key} = {shown(value)}: {setting.wanted} is wanted") from None
 
 
 def shown(value: object) -> str:
@@ -202,9 +197,8 @@ def known(key: str, where: str) -> Setting:
     if key in SETTINGS:
         return SETTINGS[key]
     refuse_removed(key, where)
-    raise StepkeeperError(
-        f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all",
-        ExitCode.USAGE,
+    raise UsageError(
+        f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all"
     )
 
 
@@ -215,7 +209,7 @@ def refuse_removed(key: str, where: str) -> None:
         StepkeeperError: it was one.
     """
     if key in REMOVED:
-        raise StepkeeperError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}", ExitCode.USAGE)
+        raise UsageError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}")
 
 
 def passed_over(key: str, value: object, where: str, outdated: list[Outdated] | None) -> bool:

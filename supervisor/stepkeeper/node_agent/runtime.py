@@ -15,8 +15,7 @@ import msgspec
 import structlog
 
 from stepkeeper import __version__, loop_tools
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.node_agent import evaluate, kernel
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -59,9 +58,7 @@ class Systemd:
             try:
                 import sdnotify  # noqa: PLC0415 - only here, and only below systemd
             except ImportError as error:
-                raise StepkeeperError(
-                    "systemd waits for a word (Type=notify): pip install sdnotify", ExitCode.USAGE
-                ) from error
+                raise UsageError("systemd waits for a word (Type=notify): pip install sdnotify") from error
             self._notifier = sdnotify.SystemdNotifier()
             self._notifier.socket.settimeout(0)  # a systemd that does not listen must not stop the loop
         microseconds = os.environ.get("WATCHDOG_USEC", "")
@@ -173,7 +170,7 @@ class Sources:
         try:
             self.socket.start()
         except PlaceError as error:
-            raise StepkeeperError(str(error), ExitCode.USAGE) from error
+            raise UsageError(str(error)) from error
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()

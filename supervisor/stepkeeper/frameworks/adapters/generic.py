@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
 from stepkeeper.frameworks.script import Script
@@ -54,29 +53,25 @@ def parse_patterns(table: Any, where: str) -> Patterns:
     try:
         patterns = msgspec.convert(table, Patterns)
     except msgspec.ValidationError as error:
-        raise StepkeeperError(f"{where}: [framework.generic]: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{where}: [framework.generic]: {error}") from error
     if patterns.steps.count(NUMBER) != 1 or "/" in patterns.steps:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: [framework.generic] steps: {patterns.steps!r} is no name with {NUMBER} once in it, such as "
-            f"'ckpt-{NUMBER}'",
-            ExitCode.USAGE,
+            f"'ckpt-{NUMBER}'"
         )
     if patterns.step_line and patterns.step_line.count(NUMBER) != 1:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: [framework.generic] step_line: {patterns.step_line!r} is no line with {NUMBER} once in "
-            f"it, such as 'step {NUMBER} of'",
-            ExitCode.USAGE,
+            f"it, such as 'step {NUMBER} of'"
         )
     if (type(patterns.target) is int and patterns.target <= 0) or patterns.target == "":
-        raise StepkeeperError(
-            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command"
         )
     for pattern in patterns.every_rank:
         if pattern.count("{rank}") != 1:
-            raise StepkeeperError(
-                f"{where}: [framework.generic] every_rank: {pattern!r} is no name with {{rank}} once in it",
-                ExitCode.USAGE,
+            raise UsageError(
+                f"{where}: [framework.generic] every_rank: {pattern!r} is no name with {{rank}} once in it"
             )
     return patterns
 

@@ -16,8 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 
 # The words of the fault plane: what should be done, whose fault it is, and one judged sighting of a fault.
 
@@ -117,11 +116,8 @@ _HERE = Path(__file__).parent
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
-class CatalogueError(StepkeeperError):
+class CatalogueError(UsageError):
     """A catalogue file is not as it should be: the message names file and line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.USAGE)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,3 +18,10 @@ class UsageError(StepkeeperError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ExitCode.USAGE)
+
+
+class NotFoundError(StepkeeperError):
+    """What was asked for is not there: a run, a job, a checkpoint."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.NOTHING_FOUND)

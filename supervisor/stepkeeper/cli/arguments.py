@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|sec|min|m|h|hours?|d|days?)?")
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -87,7 +86,7 @@ def opened(name: str, what: str) -> Iterator[BinaryIO]:
         raise  # of our own output
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise StepkeeperError(f"{name}: {why}: name {what}, or -", ExitCode.NOTHING_FOUND) from error
+        raise NotFoundError(f"{name}: {why}: name {what}, or -") from error
 
 
 def add_launch(command: argparse.ArgumentParser, default: str) -> None:

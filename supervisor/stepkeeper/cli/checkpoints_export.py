@@ -17,7 +17,7 @@ from typing import Any
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import size
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.frameworks import converting, recognise
 from stepkeeper.frameworks.choosing import How, State, judge
 from stepkeeper.frameworks.converting import ENDING
@@ -54,7 +54,7 @@ def convert(arguments: argparse.Namespace, names: Names | None) -> None:
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such directory: make it first")
     if not os.path.lexists(source):
-        raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{arguments.where}: no such file or directory")
     if arguments.dry_run:
         raise UsageError(f"--dry-run goes with --to safetensors, not with --to {arguments.to}")
     began = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import whole
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.frameworks import choosing, repair, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
 from stepkeeper.frameworks.framework import Framework, Step
@@ -53,14 +53,13 @@ def found(arguments: argparse.Namespace) -> Finding | None:
     if not path.is_dir() and not path.is_file():
         if wanted is None:
             return None  # a job id, or nothing: the usual way decides
-        raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{arguments.where}: no such file or directory")
     if wanted is None and _ours(path):
         return None
     finding = selection.select(_plain(path), wanted, os.environ)
     if finding is None and wanted == AUTO:
-        raise StepkeeperError(
-            f"{arguments.where}: no checkpoint of a framework that is known is in it; name one with --framework",
-            ExitCode.NOTHING_FOUND,
+        raise NotFoundError(
+            f"{arguments.where}: no checkpoint of a framework that is known is in it; name one with --framework"
         )
     return finding
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from stepkeeper.cli import printing
 from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import records
@@ -162,7 +162,7 @@ def _wanted(arguments: argparse.Namespace, shared: DirectoryTier) -> list[Held]:
         steps = [held for held in steps if held.manifest.step == arguments.step]
     if not steps:
         what = f"step {arguments.step}" if arguments.step is not None else "a step"
-        raise StepkeeperError(f"{shared.name}: {what} of the current lineage is not there", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{shared.name}: {what} of the current lineage is not there")
     if arguments.all:
         return steps
     if arguments.step is not None:
@@ -204,7 +204,7 @@ def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, p
     for problem in found.passed_over:
         printing.warn(f"passed over: {problem}")
     if found.directory is None or found.held is None:
-        raise StepkeeperError(f"{source.name}: no step of this run, or damaged ones only", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{source.name}: no step of this run, or damaged ones only")
     if arguments.json:
         step = found.held.manifest.step
         printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from})

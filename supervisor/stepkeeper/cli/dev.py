@@ -19,7 +19,7 @@ from stepkeeper.config import resolve as config_record
 from stepkeeper.config.settings import GROUP
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger, nvml
 from stepkeeper.node_agent.config import NodeConfig
@@ -73,7 +73,7 @@ def replay_run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.run)
     file = path if path.is_file() else find.find(arguments.run, os.environ).journal
     if not file.exists():
-        raise StepkeeperError(f"{file}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{file}: not there: no supervisor has worked on this run yet")
     recorded = recorded_policies(file.parent)
     attempts = range(max(recorded, default=-1) + 1)
     if arguments.policy and not recorded:
@@ -82,7 +82,7 @@ def replay_run(arguments: argparse.Namespace) -> int:
     stop_after = ATTEMPTS_MAX if arguments.all else 1
     found = replay(journal.read_lines(file), policies, words=arguments.words, stop_after=stop_after)
     if not found.records:
-        raise StepkeeperError(f"{file}: no record of the beginning of an attempt", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{file}: no record of the beginning of an attempt")
     if arguments.json:
         printing.say_json(found)
     else:
@@ -384,5 +384,5 @@ def _pci(config: NodeConfig, gpu: str) -> str:
         book = ledger.read(config.state_path / ledger.NAME)
         remembered = ", ".join(pci for pci, _ in book.gpus.gpus) if book.gpus is not None else ""
         hint = f"; the agent remembers {remembered}" if remembered else ""
-        raise StepkeeperError(f"--gpu {gpu}: NVML lists {known}{hint}; give a PCI address", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"--gpu {gpu}: NVML lists {known}{hint}; give a PCI address")
     return listed[int(gpu)]

@@ -11,8 +11,7 @@ import msgspec
 
 from stepkeeper.cli import printing
 from stepkeeper.cli.printing import instant
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line
@@ -44,9 +43,7 @@ def execute(arguments: argparse.Namespace) -> None:
         raise UsageError("--last is at least 1")
     run = find.find(arguments.run, os.environ)
     if not run.journal.exists():
-        raise StepkeeperError(
-            f"{run.journal}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{run.journal}: not there: no supervisor has worked on this run yet")
     show = _show_json if arguments.json else _show
     torn = 0
     newest: deque[Line] = deque()

@@ -15,9 +15,8 @@ from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import add_launch, is_named, not_there
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.diagnosis import collect, log_lines, planes
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.run_store import find, lines
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import FAILED_NAME, RunDirectory
@@ -98,10 +97,7 @@ def files_of(directory: Path, node: str | None) -> dict[str, Path]:
     if node is None:
         return files
     if node not in files:
-        raise StepkeeperError(
-            f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}",
-            ExitCode.NOTHING_FOUND,
-        )
+        raise NotFoundError(f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}")
     return {node: files[node]}
 
 
@@ -158,7 +154,7 @@ def show_failed(run: RunDirectory, shown: Shown, directory: Path, arguments: arg
 
 def _no_line(directory: Path, rank: int | None, files: Iterable[str]) -> StepkeeperError:
     whose = f"rank {rank}" if rank is not None else "a rank"
-    return StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
+    return NotFoundError(f"{directory}: no line of {whose} in {', '.join(files)}")
 
 
 def who_failed(run: RunDirectory, shown: Shown) -> tuple[int | None, str, str]:
@@ -337,13 +333,13 @@ def _launch(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Shown, Pa
     root = run.path / "logs"
     known = launches(run)
     if not known:
-        raise StepkeeperError(f"{root}: no launch has written logs yet", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no launch has written logs yet")
     named = {key: path for key, path in known.items() if is_named(arguments, *key)}
     if not named:
-        raise StepkeeperError(f"{root}: no logs of {not_there(arguments, sorted(known))}", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no logs of {not_there(arguments, sorted(known))}")
     chosen = {key: path for key, path in named.items() if not arguments.failed or (path / FAILED_NAME).exists()}
     if not chosen:
         which = "that kind" if len(named) < len(known) else "this run"
-        raise StepkeeperError(f"{root}: no launch of {which} failed", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no launch of {which} failed")
     newest = max(chosen)
     return Shown(*newest, arguments.json), chosen[newest]

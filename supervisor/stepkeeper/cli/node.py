@@ -18,7 +18,7 @@ from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import above_zero
 from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.log import Form, PatientStream, configure
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger
@@ -139,7 +139,7 @@ def show_incidents(arguments: argparse.Namespace) -> None:
     config = node_config.load(arguments.config)
     path = config.state_path / ledger.NAME
     if not os.path.lexists(path):
-        raise StepkeeperError(f"{path}: not there: no agent has seen anything on this node", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{path}: not there: no agent has seen anything on this node")
     book = _read(path)
     found = sorted(book.incidents.values(), key=lambda each: each.first_at)
     if not arguments.all:

@@ -22,7 +22,7 @@ from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
@@ -357,7 +357,7 @@ def _newest_job(run: RunDirectory) -> str:
         return waiting.job
     if status is not None:
         return queue.name(status)
-    raise StepkeeperError(f"{run.path}: no job of this run is known: submit it with --run-dir", ExitCode.NOTHING_FOUND)
+    raise NotFoundError(f"{run.path}: no job of this run is known: submit it with --run-dir")
 
 
 def _after(run: RunDirectory, job: str) -> list[str]:
@@ -396,10 +396,9 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
         return requeue.find_out(newest, {})
     except SlurmError as error:
         script = f" ({recorded.path})" if recorded is not None and recorded.path else ""
-        raise StepkeeperError(
+        raise NotFoundError(
             f"{run.path}: {why}, and Slurm does not have it either ({error}); submit your batch script{script} again "
-            f"with STEPKEEPER_RUN_DIR={run.typed}",
-            ExitCode.NOTHING_FOUND,
+            f"with STEPKEEPER_RUN_DIR={run.typed}"
         ) from error
 
 

@@ -12,7 +12,7 @@ import msgspec
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import opened
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.node_agent.xid import catalogue as catalogues
 from stepkeeper.node_agent.xid.catalogue import Catalogue, Fault, Row, Severity, Source, SwitchRow
 from stepkeeper.node_agent.xid.judge import judge
@@ -76,10 +76,9 @@ def execute(arguments: argparse.Namespace) -> None:
 def _explain(code: int, known: Catalogue, *, as_json: bool) -> None:
     row = known.rows.get(code) or known.switch_rows.get(code)
     if row is None:
-        raise StepkeeperError(
+        raise NotFoundError(
             f"{code}: not in the catalogue: such a code is logged, and no node is drained for it; "
-            "`stepkeeper xid` lists the known ones",
-            ExitCode.NOTHING_FOUND,
+            "`stepkeeper xid` lists the known ones"
         )
     if as_json:
         printing.say_json(_document(row))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -20,13 +21,11 @@ _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
 SAID_MAX = 250
-_READERS = {
+_READERS: dict[str, Callable[[str], object]] = {
     "checkpoint_every": rank_settings.check_cadence,
     "retention": rank_settings.check_retention,
-    "local_tier": rank_settings.check_local_tier,
-    "cold_tier": rank_settings.check_cold_tier,
-    "snapshot_every": rank_settings.check_snapshots,
-    "snapshot_dir": rank_settings.check_snapshot_dir,
+    **{key: partial(rank_settings.check_tier, key) for key in ("local_tier", "cold_tier", "snapshot_dir")},
+    "snapshot_every": partial(rank_settings.check_cadence, of_snapshots=True),
     "slurm_client": rank_settings.check_slurm_client,
     "metrics_port": rank_settings.parse_metrics_port,
 }

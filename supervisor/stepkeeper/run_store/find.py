@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError
 from stepkeeper.run_store import lines, submission
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
@@ -85,7 +85,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     if JOB.fullmatch(wanted):
         return _safe(_of_job(wanted, environment))
     what = "not a directory" if path.exists() else "no such directory, and no job id"
-    raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+    raise NotFoundError(f"{wanted}: {what}; RUN is a run directory or the number of a job")
 
 
 def is_job(wanted: str) -> bool:
@@ -150,10 +150,8 @@ def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
         names = os.listdir(path)
         if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
             return _followed(path)
-        raise StepkeeperError(
-            f"{wanted}: neither a run directory nor one with step directories; "
-            "name a run directory or its checkpoints/",
-            ExitCode.NOTHING_FOUND,
+        raise NotFoundError(
+            f"{wanted}: neither a run directory nor one with step directories; name a run directory or its checkpoints/"
         )
     return resolved(find(wanted, environment).checkpoints)
 
@@ -167,9 +165,7 @@ def step_directory(wanted: str) -> Path:
     path = Path(wanted)
     if not path.is_dir():
         what = "not a directory" if os.path.lexists(path) else "no such directory"
-        raise StepkeeperError(
-            f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}")
     return _followed(path)
 
 
@@ -208,9 +204,7 @@ def _is_run(path: Path) -> bool:
 
 def _at(path: Path) -> RunDirectory:
     if not _is_run(path):
-        raise StepkeeperError(
-            f"{path}: not a run directory: it has none of {', '.join(_PARTS)}", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{path}: not a run directory: it has none of {', '.join(_PARTS)}")
     return RunDirectory(resolved(path))
 
 
@@ -225,10 +219,7 @@ def _here(environment: Mapping[str, str]) -> RunDirectory:
     searched = ["the working directory", f"{RUNS_NAME}/ in it"]
     if named:
         searched.insert(1, f"STEPKEEPER_RUN_DIR ({named})")
-    raise StepkeeperError(
-        f"no run found; searched {', '.join(searched)}; name a run directory or a job id",
-        ExitCode.NOTHING_FOUND,
-    )
+    raise NotFoundError(f"no run found; searched {', '.join(searched)}; name a run directory or a job id")
 
 
 def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
@@ -250,10 +241,9 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     ]
     if named:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
-    raise StepkeeperError(
+    raise NotFoundError(
         f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
-        f"go to the submit directory, or name the run directory; `squeue -j {job}` shows whether it waits in the queue",
-        ExitCode.NOTHING_FOUND,
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` shows whether it waits in the queue"
     )
 
 

@@ -181,12 +181,13 @@ def load(site_file: Path | None = None) -> Catalogue:
     Raises CatalogueError, which names file and line, for a file that cannot be read or is not as it should be.
     """
     if site_file is None:
-        return overridden(packaged(), SITE_FILE) if os.path.lexists(SITE_FILE) else packaged()
-    return overridden(packaged(), site_file)
+        return overridden(SITE_FILE) if os.path.lexists(SITE_FILE) else packaged()
+    return overridden(site_file)
 
 
-def overridden(base: Catalogue, path: Path) -> Catalogue:
-    """Return a catalogue with the rows of a file put over its own.  An empty cell keeps what was there."""
+def overridden(path: Path) -> Catalogue:
+    """Return our catalogue with the rows of a file put over its own.  An empty cell keeps what was there."""
+    base = packaged()
     rows = dict(base.rows)
     seen: set[int] = set()
     for where, cells in _cells(path, ("code",)):

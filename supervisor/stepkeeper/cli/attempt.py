@@ -7,8 +7,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
 from stepkeeper.config import rank_settings, resolve
 from stepkeeper.config.resolve import Config
 from stepkeeper.config.settings import RunSettings
@@ -17,6 +15,7 @@ from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
+from stepkeeper.log import Log
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import find, journal, paths, submission
 from stepkeeper.run_store.paths import RunDirectory
@@ -26,8 +25,6 @@ from stepkeeper.slurm.launch import Allocation, Geometry
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper_trainer.formats import lease, records
-
-Log = structlog.typing.FilteringBoundLogger
 
 
 def carried(directory: paths.RunDirectory) -> journal.Carried:

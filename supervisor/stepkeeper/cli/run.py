@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
 from stepkeeper import __version__
 from stepkeeper.cli import attempt, dry_run, printing
 from stepkeeper.cli.arguments import add_cmd, read_cmd
@@ -25,7 +23,7 @@ from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks.following import Following
-from stepkeeper.log import Form, PatientStream, configure, is_empty
+from stepkeeper.log import Form, Log, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
 from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
 from stepkeeper.run_store import journal, lines, paths
@@ -263,7 +261,7 @@ def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found,
 
 
 def _say_what_surprises(
-    log: structlog.typing.FilteringBoundLogger,
+    log: Log,
     setting: Setting,
     allocation: Allocation,
     doubts: own_script.Doubts,

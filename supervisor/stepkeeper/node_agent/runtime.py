@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import msgspec
-import structlog
 
 from stepkeeper import __version__, loop_tools
 from stepkeeper.errors import UsageError
+from stepkeeper.log import Log
 from stepkeeper.node_agent import evaluate, kernel
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -132,7 +132,7 @@ class Sources:
         on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self._config = config
         self._inbox = inbox

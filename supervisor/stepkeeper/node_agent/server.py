@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import structlog
-
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
@@ -48,7 +47,7 @@ class AgentSocket:
         client: NodeCommands,
         on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
         limits: Limits | None = None,
         version: str = "",
         on_failure: Callable[[BaseException], object] = reraise,

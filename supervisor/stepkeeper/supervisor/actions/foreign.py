@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -27,6 +26,7 @@ from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
+from stepkeeper.log import Log
 from stepkeeper.run_store import lease
 from stepkeeper.run_store.lines import parsed
 from stepkeeper.slurm.launch import without_python
@@ -54,7 +54,6 @@ _WORLD_CHANGED = {
     "--attach auto, by which it is converted; where it is not (pipelines, tensor parallel ranks, experts), convert it "
     "(`stepkeeper checkpoints export --to universal`) and have the script load the Universal Checkpoint",
 }
-Log = structlog.typing.FilteringBoundLogger
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):

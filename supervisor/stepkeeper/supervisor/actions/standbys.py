@@ -15,13 +15,12 @@ import signal
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import structlog
 
 from stepkeeper import standby as program
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Next, Phase, State
-from stepkeeper.log import PatientStream
+from stepkeeper.log import Log, PatientStream
 from stepkeeper.redaction import redact
 from stepkeeper.run_store.lines import parsed
 from stepkeeper.run_store.paths import RunDirectory
@@ -113,7 +112,7 @@ class Standbys:
         *,
         modules: Sequence[str] = (),
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         """Do nothing yet.
 
@@ -246,7 +245,7 @@ class _Step:
         argv: list[str],
         environment: Mapping[str, str],
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self.nodes, self._launch, self._what = nodes, launch, what
         self.address = f"{job.socket}/standby-{launch}-{what}"  # those of a step before may still be about to leave

@@ -89,6 +89,13 @@ def opened(name: str, what: str) -> Iterator[BinaryIO]:
         raise NotFoundError(f"{name}: {why}: name {what}, or -") from error
 
 
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Declare which run is meant."""
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
+
+
 def add_launch(command: argparse.ArgumentParser, default: str) -> None:
     """Declare which launch is meant."""
     command.add_argument("--attempt", type=int, metavar="N", help=f"of this attempt (default: {default})")

@@ -75,7 +75,7 @@ def _ours(path: Path) -> bool:
     if parse_step_name(path.name) is not None and path.parent.name == "checkpoints":
         return True
     manifests = (path / name / MANIFEST_NAME for name in names if parse_step_name(name) is not None)
-    return any(map(os.path.lexists, manifests)) or find.looks_like_run(path)
+    return any(map(os.path.lexists, manifests)) or find.is_run(path)
 
 
 def _plain(path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_run
 from stepkeeper.cli.printing import instant
 from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.reason_text import text
@@ -29,9 +30,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what happened in a run, and why",
         description="Show what happened in a run, and why: the journal as a timeline.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument("--last", type=int, metavar="N", help="only the newest N records")
     command.add_argument("--json", action="store_true", help="the records as JSON lines (docs/events.md)")
     command.set_defaults(execute=execute)

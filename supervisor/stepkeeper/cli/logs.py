@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepkeeper.cli import printing
-from stepkeeper.cli.arguments import add_launch, is_named, not_there
+from stepkeeper.cli.arguments import add_launch, add_run, is_named, not_there
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
 from stepkeeper.diagnosis import collect, log_lines, planes
@@ -281,9 +281,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what the ranks printed",
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     add_launch(command, "the newest")
     command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")

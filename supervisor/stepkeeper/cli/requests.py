@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_run
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
@@ -54,9 +55,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
     """Add what both commands take."""
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument("--no-wait", action="store_true", help="wait for the answer only, not until it is done")
     command.add_argument("--within", type=float, default=WITHIN_S, metavar="S", help="wait no longer than this")
     command.add_argument("--json", action="store_true", help="one JSON document")

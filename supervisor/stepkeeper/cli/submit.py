@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.cli import printing
-from stepkeeper.cli.arguments import add_cmd, read_cmd
+from stepkeeper.cli.arguments import add_cmd, add_run, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
@@ -307,9 +307,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument(
         "--sbatch", metavar="OPTION", action="append", default=[], help="change one option: --sbatch=--time=2:00:00"
     )

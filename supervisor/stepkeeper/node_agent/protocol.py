@@ -176,16 +176,8 @@ class AgentAbsentError(AgentError):
     """No agent listens there: a site without it, or it restarts."""
 
 
-class AgentUntrustedError(AgentError):
-    """Somebody else listens there."""
-
-
 class AgentGoneError(AgentError):
     """The connection is over: connect again later."""
-
-
-class AgentSilentError(AgentError):
-    """No answer in time."""
 
 
 class AgentRefusedError(AgentError):
@@ -214,7 +206,7 @@ class AgentClient:
 
         Raises:
             AgentAbsentError: nobody listens there, or it does not take the connection in time.
-            AgentUntrustedError: the listener is not root's.
+            AgentError: the listener is not root's.
         """
         self._kept: deque[FromAgent] = deque(maxlen=KEPT_MAX)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -247,7 +239,7 @@ class AgentClient:
     def _check(self, path: str, trusted_uid: int) -> None:
         uid = credentials(self._socket).uid  # of the process that called listen
         if uid != trusted_uid:
-            raise AgentUntrustedError(f"{path}: uid {uid} listens there, not {trusted_uid}: not the node agent")
+            raise AgentError(f"{path}: uid {uid} listens there, not {trusted_uid}: not the node agent")
 
     def fileno(self) -> int:
         """For select."""
@@ -280,12 +272,12 @@ class AgentClient:
 
         Raises:
             AgentGoneError: the connection is over.
-            AgentSilentError: the agent has not read what was sent before.
+            AgentError: the agent has not read what was sent before.
         """
         try:
             self._socket.send(encode(message), socket.MSG_NOSIGNAL)
         except BlockingIOError as error:
-            raise AgentSilentError("the node agent does not read") from error
+            raise AgentError("the node agent does not read") from error
         except OSError as error:
             while self._take():  # a refusal may have come before the end, which this raises
                 pass
@@ -328,7 +320,7 @@ class AgentClient:
                     raise AgentRefusedError(newest)
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
-                raise AgentSilentError(f"no answer to `{_what(message)}` in {within_s:g} s")
+                raise AgentError(f"no answer to `{_what(message)}` in {within_s:g} s")
             poll.poll(left_s * 1000 + 1)
 
     def _take(self) -> bool:
@@ -359,7 +351,7 @@ def connect(environment: Mapping[str, str], node: str) -> AgentClient | None:
     """Return a connection to this node's agent, or None on a node without one.
 
     Raises:
-        AgentUntrustedError: somebody else listens in its place.
+        AgentError: somebody else listens in its place.
     """
     path = socket_path(environment, node)
     if not os.path.exists(path):

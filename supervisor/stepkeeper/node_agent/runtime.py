@@ -26,7 +26,7 @@ from stepkeeper.node_agent.kernel import KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
-from stepkeeper.node_agent.server import AgentSocket, PlaceError
+from stepkeeper.node_agent.server import AgentSocket
 from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
@@ -167,10 +167,7 @@ class Sources:
         Raises:
             StepkeeperError: the socket's place is taken or not safe.
         """
-        try:
-            self.socket.start()
-        except PlaceError as error:
-            raise UsageError(str(error)) from error
+        self.socket.start()
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from stepkeeper.errors import UsageError
 from stepkeeper.log import Log
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
@@ -308,7 +309,7 @@ PATH_BYTES_MAX = 100  # of 107 that the kernel takes: the name is longer while t
 MODE = 0o666  # anybody may connect: the kernel says who it is
 
 
-class PlaceError(Exception):
+class PlaceError(UsageError):
     """The socket cannot be put there safely."""
 
 

@@ -117,25 +117,20 @@ def _safe(run: RunDirectory) -> RunDirectory:
     return run
 
 
-def looks_like_run(path: Path) -> bool:
-    """Tell whether a directory has a part of a run."""
-    return _is_run(path)
-
-
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
 
     Raises:
         OSError: `runs/` cannot be read.
     """
-    found = {resolved(path) for path in (*_runs_below(), *registered(environment)) if _is_run(path)}
+    found = {resolved(path) for path in (*_runs_below(), *registered(environment)) if is_run(path)}
     return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
 
 
 def is_here(environment: Mapping[str, str]) -> bool:
     """Tell whether one stands in a run directory, or STEPKEEPER_RUN_DIR names one."""
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    return _is_run(Path()) or bool(named and "%" not in named and _is_run(Path(named)))
+    return is_run(Path()) or bool(named and "%" not in named and is_run(Path(named)))
 
 
 def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
@@ -146,7 +141,7 @@ def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
         OSError: a directory cannot be read.
     """
     path = Path(wanted)
-    if path.is_dir() and not _is_run(path):
+    if path.is_dir() and not is_run(path):
         names = os.listdir(path)
         if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
             return _followed(path)
@@ -198,23 +193,24 @@ def _is_step(name: str) -> bool:
     return parse_step_name(name) is not None
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Tell whether a directory has a part of a run."""
     return any((path / part).exists() for part in _PARTS)
 
 
 def _at(path: Path) -> RunDirectory:
-    if not _is_run(path):
+    if not is_run(path):
         raise NotFoundError(f"{path}: not a run directory: it has none of {', '.join(_PARTS)}")
     return RunDirectory(resolved(path))
 
 
 def _here(environment: Mapping[str, str]) -> RunDirectory:
-    if _is_run(Path()):
+    if is_run(Path()):
         return RunDirectory(Path.cwd())
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    if named and "%" not in named and _is_run(Path(named)):
+    if named and "%" not in named and is_run(Path(named)):
         return RunDirectory(resolved(Path(named)))
-    if runs := [run for run in _runs_below() if _is_run(run)]:
+    if runs := [run for run in _runs_below() if is_run(run)]:
         return RunDirectory(resolved(max(runs, key=_changed_at)))
     searched = ["the working directory", f"{RUNS_NAME}/ in it"]
     if named:
@@ -231,8 +227,8 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     saying = [run for run in candidates if job in _jobs(run)]
     if not saying and job.isdigit():
         saying = [run for run in candidates if worked_on(run, int(job))]
-    called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
-    if found := saying or called or [run for run in meant if _is_run(run)]:
+    called = [run for run in candidates if run.name.endswith(f"-{job}") and is_run(run)]
+    if found := saying or called or [run for run in meant if is_run(run)]:
         return RunDirectory(resolved(max(found, key=_changed_at)))
     searched = [
         f"{RUNS_NAME}/*-{job}",

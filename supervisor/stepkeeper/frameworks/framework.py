@@ -23,29 +23,12 @@ class Kind(Enum):
     PLAIN = "file"  # was parsed, or has no structure that can be checked
 
 
-class Door(Enum):
-    """How a save can be asked for from outside the training script."""
-
-    SIGNAL = "signal"
-    CALLBACK = "callback"
-    CALL = "call in the script"
-    NONE = "none"
-
-
 class WorldChange(Enum):
     """Whether another number of ranks can resume from a checkpoint."""
 
     YES = "any number of ranks"
     NO = "as many ranks as saved it"
     SCRIPT = "as the script loads it"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveDoor:
-    """How to ask a framework for a save, and what to know about it."""
-
-    door: Door
-    how: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +122,7 @@ class Framework(Protocol):
     rule: str  # when a checkpoint counts as complete, for people
     imports: tuple[str, ...]  # modules whose import in a script shows this framework
     commands: tuple[str, ...]  # words of a command that show it
-    save_door: SaveDoor
+    how_to_save: str  # how it is asked for a save, and what to know about that
     step_name: re.Pattern[str] | None = None  # of a checkpoint's directory; group 1 is the step; None: `is_step` tells
     folder: str = ""  # below the directory of the checkpoints, in which they are where a script says nothing
     writes: Writes = OWN_WRITES

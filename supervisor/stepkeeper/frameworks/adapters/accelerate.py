@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor
+from stepkeeper.frameworks.framework import Contents, Framework, Resume
 
 _RANDOM = re.compile(r"random_states_(\d{1,6})\.pkl")
 _ARCHIVE = re.compile(
@@ -31,7 +31,7 @@ class Accelerate(Framework):
     step_name = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
     folder = _AUTOMATIC
     commands = ()  # `accelerate launch` starts any script
-    save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
+    how_to_save = "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call"
 
     resume_option = "--resume_from_checkpoint"
     target_options = ("--max_train_steps",)

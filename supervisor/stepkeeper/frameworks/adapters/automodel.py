@@ -8,10 +8,8 @@ import re
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import (
     Contents,
-    Door,
     Framework,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
     Writes,
@@ -36,7 +34,7 @@ class Automodel(Framework):
     imports = ("nemo_automodel",)
     step_name = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
     commands = ("automodel",)
-    save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
+    how_to_save = "its own handler of SIGTERM saves at the end of a step"
 
     answers_notice = True
     writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")

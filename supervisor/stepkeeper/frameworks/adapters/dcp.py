@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor
+from stepkeeper.frameworks.framework import Contents, Framework, Resume
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp|\.metadata|__\d{1,9}\.metadata")
 _OWN = re.compile(r"__\d{1,9}\.metadata")
@@ -23,7 +23,7 @@ class PlainDcp(Framework):
     imports = ("torch.distributed.checkpoint",)
     commands = ()
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
+    how_to_save = "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can"
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""

@@ -13,10 +13,8 @@ from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.framework import (
     POINTER_BYTES_MAX,
     Contents,
-    Door,
     Framework,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
 )
@@ -66,7 +64,7 @@ class DeepSpeed(Framework):
     has_resume_arguments = False
     target_options = ("--max_steps", "--max_train_steps", "--train_iters")
     attach_takes = "engine.load_checkpoint(DIR)"
-    save_door = SaveDoor(Door.CALL, "`engine.save_checkpoint` on all ranks, in the script; `--attach` repeats its call")
+    how_to_save = "`engine.save_checkpoint` on all ranks, in the script; `--attach` repeats its call"
     world_change = WorldChange.NO  # ZeRO refuses another data parallel size
     converted_words = ("load_universal", "universal_checkpoint", "universal-checkpoint")
     converted_option = "--universal-checkpoint"

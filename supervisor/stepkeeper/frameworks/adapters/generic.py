@@ -12,7 +12,7 @@ import msgspec
 
 from stepkeeper.errors import UsageError
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, WorldChange
 from stepkeeper.frameworks.script import Script
 
 NUMBER = "{step}"
@@ -84,7 +84,7 @@ class Generic(Framework):
     rule = "the files of `complete` are there, none of `incomplete`, and those of `every_rank` without a gap"
     imports = ()
     commands = ()
-    save_door = SaveDoor(Door.SIGNAL, "`--stop-signal`, if the script handles it")
+    how_to_save = "`--stop-signal`, if the script handles it"
     world_change = WorldChange.SCRIPT
 
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002

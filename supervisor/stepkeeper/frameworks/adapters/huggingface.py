@@ -9,7 +9,7 @@ import re
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Writes
 from stepkeeper.frameworks.script import Script, last_name
 
 _RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
@@ -46,9 +46,7 @@ class HuggingFace(Framework):
     commands = ("axolotl", "axolotl.cli.train", "llamafactory-cli", "trl")
     step_line = r"\b(\d+)/{total} \["
     total_options = ("--max_steps",)  # else the bar of an evaluation looks the same
-    save_door = SaveDoor(
-        Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
-    )
+    how_to_save = "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
 
     writes = Writes(("--output_dir", "output_dir"), ("output_dir",), _ARGUMENTS, "trainer_output")
     resume_option = "--resume_from_checkpoint"

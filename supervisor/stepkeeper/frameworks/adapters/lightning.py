@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, Writes
 from stepkeeper.frameworks.script import Script, last_name
 
 _SUFFIX = ".ckpt"
@@ -30,7 +30,7 @@ class Lightning(Framework):
     )
     imports = ("lightning", "pytorch_lightning", "lightning_fabric")
     commands = ("lightning",)
-    save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
+    how_to_save = "a Callback that calls `trainer.save_checkpoint`, at the end of a batch"
 
     writes = Writes(
         ("--trainer.default_root_dir", "--default_root_dir"),

@@ -12,12 +12,10 @@ from typing import Any
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.framework import (
     Contents,
-    Door,
     Framework,
     Kind,
     Part,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
     Writes,
@@ -45,9 +43,7 @@ class Megatron(Framework):
     step_name = re.compile(r"iter_(\d{7,18})")  # `release` is a model to begin from
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
-    save_door = SaveDoor(
-        Door.SIGNAL, "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
-    )
+    how_to_save = "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
 
     writes = Writes(("--save",))
     target_options = ("--train-iters",)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import POINTER_BYTES_MAX, Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.framework import POINTER_BYTES_MAX, Contents, Framework, Resume, Step, Writes
 from stepkeeper.frameworks.script import Script
 from stepkeeper_trainer.formats.plain import read_plain
 
@@ -29,7 +29,7 @@ class MegatronBridge(Framework):
     step_name = _STEP
     commands = ()
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
-    save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
+    how_to_save = "`train.exit_signal_handler=True`: SIGTERM saves and exits"
 
     notice_options = ("train.exit_signal_handler=True",)
     target_options = ("train.train_iters",)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Writes
 
 _UNFINISHED = "-unfinished"
 _NUMBER = re.compile(r"(?:^|[-_])step=(\d{1,18})")
@@ -23,7 +23,7 @@ class Nemo(Framework):
     folder = "checkpoints"
     commands = ("nemo",)
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALLBACK, "its PreemptionCallback saves on SIGTERM at the end of a batch")
+    how_to_save = "its PreemptionCallback saves on SIGTERM at the end of a batch"
 
     writes = Writes((), ("log_dir", "explicit_log_dir"))
 

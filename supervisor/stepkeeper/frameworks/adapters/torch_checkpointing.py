@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, WorldChange
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, WorldChange
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
 _TEMPORARY = "tmp_"
@@ -23,7 +23,7 @@ class TorchCheckpointing(Framework):
     imports = ("torch_checkpointing",)
     commands = ()
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
+    how_to_save = "the script calls `manager.save`"
     world_change = WorldChange.NO  # each rank reads its own file
 
     def is_step(self, path: Path) -> bool:

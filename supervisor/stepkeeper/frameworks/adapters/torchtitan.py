@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, WorldChange, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, WorldChange, Writes
 from stepkeeper.frameworks.script import Script
 
 _NEEDED = ("train_state", "optimizer", "lr_scheduler", "dataloader")
@@ -24,7 +24,7 @@ class Torchtitan(Framework):
     folder = "checkpoint"
     commands = ("torchtitan.train", "torchtitan")
     step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
-    save_door = SaveDoor(Door.CALL, "`checkpointer.save` in its loop, which `--attach` has save at a notice")
+    how_to_save = "`checkpointer.save` in its loop, which `--attach` has save at a notice"
 
     target_options = ("--training.steps",)
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")

@@ -119,7 +119,6 @@ class Framework(Protocol):
 
     name: str  # as `--framework` takes it
     title: str
-    rule: str  # when a checkpoint counts as complete, for people
     imports: tuple[str, ...]  # modules whose import in a script shows this framework
     commands: tuple[str, ...]  # words of a command that show it
     how_to_save: str  # how it is asked for a save, and what to know about that

@@ -23,10 +23,6 @@ class Accelerate(Framework):
 
     name = "accelerate"
     title = "Accelerate (save_state)"
-    rule = (
-        "weights, `optimizer.bin` (or `optimizer_0/`), `random_states_R.pkl` of each rank; schedulers, samplers, "
-        "further models and the like as in the checkpoint before"
-    )
     imports = ("accelerate",)
     step_name = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
     folder = _AUTOMATIC

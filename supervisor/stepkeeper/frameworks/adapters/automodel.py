@@ -27,10 +27,6 @@ class Automodel(Framework):
 
     name = "automodel"
     title = "NeMo Automodel"
-    rule = (
-        "no marker of an incomplete save; `model/` and `optim/` whole; `rng/` and `dataloader/` of each rank; other "
-        "objects as in the checkpoint before"
-    )
     imports = ("nemo_automodel",)
     step_name = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
     commands = ("automodel",)

@@ -19,7 +19,6 @@ class PlainDcp(Framework):
 
     name = "dcp"
     title = "torch.distributed.checkpoint (FSDP1, FSDP2)"
-    rule = "`.metadata`, and every piece of every tensor in a file that is long enough; the pieces cover the tensor"
     imports = ("torch.distributed.checkpoint",)
     commands = ()
     has_resume_arguments = False

@@ -54,10 +54,6 @@ class DeepSpeed(Framework):
 
     name = "deepspeed"
     title = "DeepSpeed ZeRO 0-3 and Universal Checkpoint"
-    rule = (
-        "the files of every data and model parallel rank, as parallel dimensions and ZeRO stage in the model's "
-        "state say; universal: `fp32.pt` of every parameter and `zero/optimizer_state.pt`, no `tmp/`"
-    )
     imports = ("deepspeed",)
     commands = ("deepspeed",)
     step_line = r"\bstep=(\d+), skipped="

@@ -81,7 +81,6 @@ class Generic(Framework):
 
     name = "generic"
     title = "your own, by `[framework.generic]`"
-    rule = "the files of `complete` are there, none of `incomplete`, and those of `every_rank` without a gap"
     imports = ()
     commands = ()
     how_to_save = "`--stop-signal`, if the script handles it"

@@ -27,10 +27,6 @@ class HuggingFace(Framework):
 
     name = "huggingface"
     title = "Hugging Face Trainer (TRL, axolotl, LLaMA-Factory)"
-    rule = (
-        "`trainer_state.json` of step N, weights (all that the index names), optimizer, scheduler, the RNG state of "
-        "each rank; no `checkpoint-is-incomplete.txt`"
-    )
     imports = (
         "transformers.Trainer",
         "transformers.TrainingArguments",

@@ -25,9 +25,6 @@ class Lightning(Framework):
 
     name = "lightning"
     title = "Lightning (file and sharded)"
-    rule = (
-        "file: a whole archive with state, optimizers, loops, step; directory: `meta.pt`, written last, and whole DCP"
-    )
     imports = ("lightning", "pytorch_lightning", "lightning_fabric")
     commands = ("lightning",)
     how_to_save = "a Callback that calls `trainer.save_checkpoint`, at the end of a batch"

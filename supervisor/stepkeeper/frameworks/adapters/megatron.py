@@ -35,10 +35,6 @@ class Megatron(Framework):
 
     name = "megatron"
     title = "Megatron-core (torch_dist, legacy)"
-    rule = (
-        "torch_dist: `metadata.json`, whole DCP, `common.pt` unless DCP holds its content; legacy: the file of every "
-        "tensor, pipeline and expert parallel rank, as rank 0's arguments say"
-    )
     imports = ("megatron.core", "megatron.training", "megatron")
     step_name = re.compile(r"iter_(\d{7,18})")  # `release` is a model to begin from
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")

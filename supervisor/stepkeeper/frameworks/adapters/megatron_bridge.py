@@ -24,7 +24,6 @@ class MegatronBridge(Framework):
 
     name = "megatron-bridge"
     title = "Megatron-Bridge"
-    rule = "as Megatron torch_dist, with `train_state.pt` and `run_config.yaml`"
     imports = ("megatron.bridge",)
     step_name = _STEP
     commands = ()

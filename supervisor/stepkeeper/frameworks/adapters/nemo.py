@@ -18,7 +18,6 @@ class Nemo(Framework):
 
     name = "nemo"
     title = "NeMo 2"
-    rule = "no sibling `-unfinished`; `weights/` whole as Megatron torch_dist or DCP; `context/` with its files"
     imports = ("nemo.lightning", "nemo.collections", "nemo", "nemo_run")
     folder = "checkpoints"
     commands = ("nemo",)

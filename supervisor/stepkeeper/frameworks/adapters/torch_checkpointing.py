@@ -19,7 +19,6 @@ class TorchCheckpointing(Framework):
 
     name = "torch-checkpointing"
     title = "torch_checkpointing"
-    rule = "the final name (not `tmp_...`), and the file of each item of each rank, without a gap"
     imports = ("torch_checkpointing",)
     commands = ()
     has_resume_arguments = False

@@ -18,7 +18,6 @@ class Torchtitan(Framework):
 
     name = "torchtitan"
     title = "torchtitan"
-    rule = "`.metadata`, every piece of every tensor in its file; resumable: it holds optimizer and `train_state`"
     imports = ("torchtitan",)
     step_name = re.compile(r"step-(\d+)")
     folder = "checkpoint"

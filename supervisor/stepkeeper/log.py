@@ -32,6 +32,7 @@ class Form(StrEnum):
     JOURNAL = "journal"  # JSON, with its priority before it, as systemd reads it (sd-daemon(3))
 
 
+Log = structlog.typing.FilteringBoundLogger
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
 
@@ -112,9 +113,7 @@ class _Pair:
     debug = info = warning = error = critical = write
 
 
-def configure(
-    out: PatientStream, kept: PatientStream | None = None, *, form: Form = Form.TEXT, **static: Any
-) -> structlog.typing.FilteringBoundLogger:
+def configure(out: PatientStream, kept: PatientStream | None = None, *, form: Form = Form.TEXT, **static: Any) -> Log:
     """Set up the log and return the logger.
 
     Args:
@@ -144,7 +143,7 @@ def configure(
         logger_factory=lambda *_: _Pair(out, kept),
         cache_logger_on_first_use=True,
     )
-    return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger())
+    return cast("Log", structlog.get_logger())
 
 
 def _redacted(value: Any) -> Any:

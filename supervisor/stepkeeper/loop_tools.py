@@ -203,6 +203,15 @@ def thread(name: str, work: Callable[[], object], on_failure: Callable[[BaseExce
     return threading.Thread(target=guarded, name=name, daemon=True)
 
 
+def patiently(read: Callable[[], Result], within_s: float) -> Result | None:
+    """Return what a reading brings; storage that hangs has nothing to say."""
+    found: list[Result] = []
+    reader = threading.Thread(target=lambda: found.append(read()), name="reading", daemon=True)
+    reader.start()
+    reader.join(within_s)
+    return found[0] if found else None
+
+
 class Inbox(Generic[Item]):
     """Items on their way to the loop, and what may fail without ending it.
 

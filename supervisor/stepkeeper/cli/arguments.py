@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|sec|min|m|h|hours?|d|days?)?")
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -87,7 +86,14 @@ def opened(name: str, what: str) -> Iterator[BinaryIO]:
         raise  # of our own output
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise StepkeeperError(f"{name}: {why}: name {what}, or -", ExitCode.NOTHING_FOUND) from error
+        raise NotFoundError(f"{name}: {why}: name {what}, or -") from error
+
+
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Declare which run is meant."""
+    command.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
+    )
 
 
 def add_launch(command: argparse.ArgumentParser, default: str) -> None:
@@ -122,9 +128,7 @@ def read_cmd(words: list[str], name: str) -> tuple[str, ...]:
     """
     found = words[1:] if words[:1] == ["--"] else words
     if not found:
-        raise StepkeeperError(f"no CMD: write `stepkeeper {name} [options] -- CMD ARGS...`", ExitCode.USAGE)
+        raise UsageError(f"no CMD: write `stepkeeper {name} [options] -- CMD ARGS...`")
     if words[:1] != ["--"] and found[0].startswith("-"):
-        raise StepkeeperError(
-            f"unknown option {found[0]}; CMD comes after `--`; see `stepkeeper {name} --help`", ExitCode.USAGE
-        )
+        raise UsageError(f"unknown option {found[0]}; CMD comes after `--`; see `stepkeeper {name} --help`")
     return tuple(found)

@@ -7,16 +7,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
 from stepkeeper.config import rank_settings, resolve
 from stepkeeper.config.resolve import Config
 from stepkeeper.config.settings import RunSettings
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks import selection
 from stepkeeper.frameworks.following import Following, follow, notice, without_argument
 from stepkeeper.frameworks.recognise import AUTO, NONE
+from stepkeeper.log import Log
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import find, journal, paths, submission
 from stepkeeper.run_store.paths import RunDirectory
@@ -26,8 +25,6 @@ from stepkeeper.slurm.launch import Allocation, Geometry
 from stepkeeper.submit import own_script
 from stepkeeper.supervisor.actions.launch import Job
 from stepkeeper_trainer.formats import lease, records
-
-Log = structlog.typing.FilteringBoundLogger
 
 
 def carried(directory: paths.RunDirectory) -> journal.Carried:
@@ -98,9 +95,7 @@ def following(command: tuple[str, ...], config: Config) -> Following | None:
             patterns=config.generic,
         )
     except OSError as error:
-        raise StepkeeperError(
-            f"--checkpoint-dir {settings.checkpoint_dir}: cannot be listed: {error.strerror}", ExitCode.USAGE
-        ) from error
+        raise UsageError(f"--checkpoint-dir {settings.checkpoint_dir}: cannot be listed: {error.strerror}") from error
 
 
 def say_framework(found: Following | None, command: Sequence[str], settings: RunSettings, log: Log) -> None:

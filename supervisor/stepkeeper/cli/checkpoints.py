@@ -17,7 +17,7 @@ from stepkeeper.cli import (
 )
 from stepkeeper.cli.arguments import above_zero, size, whole
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.run_analytics import history, reading
 from stepkeeper.run_analytics.model import left_out_in_words
 from stepkeeper.run_analytics.timeline import condition, judged
@@ -214,10 +214,9 @@ def verify_step(arguments: argparse.Namespace) -> int:
         return checkpoints_foreign.verify_step(arguments, finding)
     directory = find.step_directory(arguments.where)
     if any(os.path.lexists(directory / name) for name in _OF_RUNS):
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no step directory, but a run's: name one of those that `stepkeeper checkpoints ls "
-            f"{arguments.where}` lists, or `stepkeeper checkpoints latest {arguments.where}` reads the newest",
-            ExitCode.USAGE,
+            f"{arguments.where}` lists, or `stepkeeper checkpoints latest {arguments.where}` reads the newest"
         )
     cache = Cache(directory.parent, knows=arguments.cached)
     verdict = verifying.verify(directory, deep=not arguments.shallow, reading=_reading(arguments), cache=cache)
@@ -388,10 +387,9 @@ def _policy(arguments: argparse.Namespace, checkpoints: Path) -> tuple[retention
         return known
     if arguments.dry_run:
         return retention.Policy(), "the default"
-    raise StepkeeperError(
+    raise UsageError(
         f"say what to keep, such as {EXAMPLE}: no launch of this run has recorded its rules "
-        f"({run / records.KEEPING_NAME}); --dry-run shows what would go",
-        ExitCode.USAGE,
+        f"({run / records.KEEPING_NAME}); --dry-run shows what would go"
     )
 
 
@@ -401,9 +399,9 @@ def _named(text: str, run: Path) -> retention.Policy:
     try:
         policy = retention.parse_policy(text, total_steps=status.total_steps if status is not None else None)
     except ValueError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        raise UsageError(str(error)) from error
     if policy is None:
-        raise StepkeeperError(f"--retention {text}: it keeps every step, so nothing is to be removed", ExitCode.USAGE)
+        raise UsageError(f"--retention {text}: it keeps every step, so nothing is to be removed")
     return policy
 
 
@@ -415,15 +413,11 @@ def _recorded(run: Path) -> tuple[retention.Policy, str] | None:
         if kept is None:
             return None
         if kept.retention is None:
-            raise StepkeeperError(
-                f"the run's script keeps all steps (launch {kept.launch}): name rules, such as {EXAMPLE}",
-                ExitCode.USAGE,
-            )
+            raise UsageError(f"the run's script keeps all steps (launch {kept.launch}): name rules, such as {EXAMPLE}")
         return retention.Policy(**kept.retention), f"of the run's script, launch {kept.launch}"  # type: ignore[arg-type]
     except (OSError, TypeError, ValueError) as error:
-        raise StepkeeperError(
-            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as {EXAMPLE}",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{path}: the rules of the run's script cannot be read: {error}; name rules, such as {EXAMPLE}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import size
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.frameworks import converting, recognise
 from stepkeeper.frameworks.choosing import How, State, judge
 from stepkeeper.frameworks.converting import ENDING
@@ -50,13 +50,13 @@ def convert(arguments: argparse.Namespace, names: Names | None) -> None:
     """
     source, target = Path(os.path.abspath(arguments.where)), Path(os.path.abspath(arguments.target))
     if os.path.lexists(target):
-        raise StepkeeperError(f"{arguments.target}: is there already: name one that is not", ExitCode.USAGE)
+        raise UsageError(f"{arguments.target}: is there already: name one that is not")
     if not target.parent.is_dir():
-        raise StepkeeperError(f"{target.parent}: no such directory: make it first", ExitCode.USAGE)
+        raise UsageError(f"{target.parent}: no such directory: make it first")
     if not os.path.lexists(source):
-        raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{arguments.where}: no such file or directory")
     if arguments.dry_run:
-        raise StepkeeperError(f"--dry-run goes with --to safetensors, not with --to {arguments.to}", ExitCode.USAGE)
+        raise UsageError(f"--dry-run goes with --to safetensors, not with --to {arguments.to}")
     began = time.monotonic()
     if arguments.to == UNIVERSAL:
         _to_universal(arguments, source, target)
@@ -92,10 +92,9 @@ def verified_dcp(directory: Path) -> Path:
     """
     found = dcp_below(directory)
     if found is None:
-        raise StepkeeperError(
+        raise UsageError(
             f"{directory}: holds no {METADATA_NAME}: name a step directory, or a directory of "
-            "torch.distributed.checkpoint (a ZeRO checkpoint: --to universal)",
-            ExitCode.USAGE,
+            "torch.distributed.checkpoint (a ZeRO checkpoint: --to universal)"
         )
     _require_whole("dcp", found)
     return found
@@ -122,15 +121,12 @@ def _require_whole(framework: str, path: Path) -> None:
 def _to_universal(arguments: argparse.Namespace, source: Path, target: Path) -> None:
     framework = recognise.known()["deepspeed"]
     if not framework.is_step(source) or (source / "zero").is_dir():
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no ZeRO checkpoint of DeepSpeed: name the directory of a tag, such as "
-            "outputs/global_step400",
-            ExitCode.USAGE,
+            "outputs/global_step400"
         )
     if not target.name.endswith(ENDING):
-        raise StepkeeperError(
-            f"{arguments.target}: the name of a Universal Checkpoint ends in {ENDING}", ExitCode.USAGE
-        )
+        raise UsageError(f"{arguments.target}: the name of a Universal Checkpoint ends in {ENDING}")
     _require_whole("deepspeed", source)
     inject = arguments.inject_missing_state
     try:
@@ -147,7 +143,7 @@ def _call(argv: Sequence[str], needs: str) -> None:
         converting.call(argv)
     except converting.ConversionError as error:
         hint = f"; name a Python with {needs} by --python" if "No module named" in str(error) else ""
-        raise StepkeeperError(f"--python {argv[0]}: {error}{hint}", ExitCode.USAGE) from error
+        raise UsageError(f"--python {argv[0]}: {error}{hint}") from error
 
 
 # `--to safetensors`, and the command itself.
@@ -257,7 +253,7 @@ def execute(arguments: argparse.Namespace) -> None:
     except export.DamagedStepError as error:
         raise StepkeeperError(str(error), ExitCode.NOT_VERIFIED) from error
     except export.ExportError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        raise UsageError(str(error)) from error
     seconds = time.monotonic() - began
     if arguments.json:
         printing.say_json(_document(plan, written, arguments.target, seconds))
@@ -288,12 +284,10 @@ def names_of(arguments: argparse.Namespace) -> Names | None:
         if configs:
             return Names(arguments.names, head_dim_of(configs[0]))
     except OSError as error:
-        raise StepkeeperError(f"{configs[0]}: {error.strerror}", ExitCode.USAGE) from error
+        raise UsageError(f"{configs[0]}: {error.strerror}") from error
     except NamesError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
-    raise StepkeeperError(
-        f"--names needs the rows of an attention head: --head-dim N, or --copy {CONFIG} of the model", ExitCode.USAGE
-    )
+        raise UsageError(str(error)) from error
+    raise UsageError(f"--names needs the rows of an attention head: --head-dim N, or --copy {CONFIG} of the model")
 
 
 class _Progress:

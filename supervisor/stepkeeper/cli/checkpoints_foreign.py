@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import whole
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.frameworks import choosing, repair, selection
 from stepkeeper.frameworks.choosing import How, Judged, State
-from stepkeeper.frameworks.framework import Framework, Step, quoted
+from stepkeeper.frameworks.framework import Framework, Step
 from stepkeeper.frameworks.recognise import AUTO, Finding
 from stepkeeper.frameworks.repair import Findings, Pointer, Pointing, RefusedError, Torn
 from stepkeeper.run_store import find
@@ -52,14 +53,13 @@ def found(arguments: argparse.Namespace) -> Finding | None:
     if not path.is_dir() and not path.is_file():
         if wanted is None:
             return None  # a job id, or nothing: the usual way decides
-        raise StepkeeperError(f"{arguments.where}: no such file or directory", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{arguments.where}: no such file or directory")
     if wanted is None and _ours(path):
         return None
     finding = selection.select(_plain(path), wanted, os.environ)
     if finding is None and wanted == AUTO:
-        raise StepkeeperError(
-            f"{arguments.where}: no checkpoint of a framework that is known is in it; name one with --framework",
-            ExitCode.NOTHING_FOUND,
+        raise NotFoundError(
+            f"{arguments.where}: no checkpoint of a framework that is known is in it; name one with --framework"
         )
     return finding
 
@@ -75,7 +75,7 @@ def _ours(path: Path) -> bool:
     if parse_step_name(path.name) is not None and path.parent.name == "checkpoints":
         return True
     manifests = (path / name / MANIFEST_NAME for name in names if parse_step_name(name) is not None)
-    return any(map(os.path.lexists, manifests)) or find.looks_like_run(path)
+    return any(map(os.path.lexists, manifests)) or find.is_run(path)
 
 
 def _plain(path: Path) -> Path:
@@ -119,10 +119,9 @@ def verify_step(arguments: argparse.Namespace, finding: Finding) -> int:
     framework = finding.framework
     step = next((each for each in framework.list_steps(path.parent) if each.path == path), None)
     if step is None and not framework.is_step(path):
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no checkpoint of {framework.title}: name one of those that `stepkeeper checkpoints ls "
-            f"{arguments.where}` lists",
-            ExitCode.USAGE,
+            f"{arguments.where}` lists"
         )
     how = how_of(arguments, deep=not arguments.shallow, cached=arguments.cached)
     judged = choosing.judge(framework, step or Step(path, None), how)
@@ -158,7 +157,7 @@ def print_latest(arguments: argparse.Namespace, finding: Finding) -> int:
         printing.say_path(str(chosen.step.path))
         if chosen.resume is not None:
             words = (
-                f"{quoted(chosen.resume.arguments)}  ({chosen.resume.how})"
+                f"{shlex.join(chosen.resume.arguments)}  ({chosen.resume.how})"
                 if chosen.resume.arguments
                 else chosen.resume.how
             )
@@ -175,11 +174,10 @@ def root_of(arguments: argparse.Namespace, finding: Finding) -> Path:
     """Return the directory that holds checkpoints.  Raises StepkeeperError where it is one itself."""
     path = _plain(Path(arguments.where))
     if not path.is_dir():
-        raise StepkeeperError(f"{arguments.where}: is one checkpoint: name the directory that holds it", ExitCode.USAGE)
+        raise UsageError(f"{arguments.where}: is one checkpoint: name the directory that holds it")
     if not finding.framework.list_steps(path) and finding.framework.is_step(path):
-        raise StepkeeperError(
-            f"{arguments.where}: is one checkpoint of {finding.framework.title}: name the directory that holds it",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{arguments.where}: is one checkpoint of {finding.framework.title}: name the directory that holds it"
         )
     return path
 
@@ -264,10 +262,9 @@ def repair_directory(arguments: argparse.Namespace) -> int:
     """Say what is wrong with pointer files and torn checkpoints, and put it right where that was asked for."""
     finding = found(arguments)
     if finding is None:
-        raise StepkeeperError(
+        raise UsageError(
             f"{arguments.where}: no directory of checkpoints of another framework, which alone have pointer files "
-            "(name the framework with --framework)",
-            ExitCode.USAGE,
+            "(name the framework with --framework)"
         )
     root = root_of(arguments, finding)
     how = how_of(arguments, deep=True, cached=not arguments.no_cache)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from stepkeeper.cli import printing
 from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.run_store import find
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import records
@@ -138,7 +138,7 @@ def copy_steps(arguments: argparse.Namespace) -> None:
     checkpoints = find.checkpoints(arguments.where, os.environ)
     rate = arguments.max_rate
     if rate is not None and rate <= 0:
-        raise StepkeeperError(f"--max-rate {rate:g}: more than 0 is wanted, in MB/s", ExitCode.USAGE)
+        raise UsageError(f"--max-rate {rate:g}: more than 0 is wanted, in MB/s")
     pace = Pace(rate * 1e6 if rate is not None else None)
     shared = DirectoryTier(checkpoints)
     if arguments.source is not None:
@@ -162,7 +162,7 @@ def _wanted(arguments: argparse.Namespace, shared: DirectoryTier) -> list[Held]:
         steps = [held for held in steps if held.manifest.step == arguments.step]
     if not steps:
         what = f"step {arguments.step}" if arguments.step is not None else "a step"
-        raise StepkeeperError(f"{shared.name}: {what} of the current lineage is not there", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{shared.name}: {what} of the current lineage is not there")
     if arguments.all:
         return steps
     if arguments.step is not None:
@@ -204,7 +204,7 @@ def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, p
     for problem in found.passed_over:
         printing.warn(f"passed over: {problem}")
     if found.directory is None or found.held is None:
-        raise StepkeeperError(f"{source.name}: no step of this run, or damaged ones only", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{source.name}: no step of this run, or damaged ones only")
     if arguments.json:
         step = found.held.manifest.step
         printing.say_json({"directory": found.directory, "step": step, "came_from": found.came_from})
@@ -215,12 +215,12 @@ def _bring(arguments: argparse.Namespace, shared: DirectoryTier, source: Tier, p
 def _open(where: str, zstd: int | None = None) -> Tier:
     place = where if "://" in where else os.path.abspath(os.path.expanduser(where))
     if zstd is not None and "://" not in place:
-        raise StepkeeperError(f"{place}: files are compressed in object stores only: leave out --zstd", ExitCode.USAGE)
+        raise UsageError(f"{place}: files are compressed in object stores only: leave out --zstd")
     try:
         check_place(place)
         return open_tier(place, **({"zstd_level": zstd} if zstd is not None else {}))
     except TierError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        raise UsageError(str(error)) from error
 
 
 def _tiers_of(run: Path) -> tuple[Tiers, list[records.Place]]:

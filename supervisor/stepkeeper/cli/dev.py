@@ -19,7 +19,7 @@ from stepkeeper.config import resolve as config_record
 from stepkeeper.config.settings import GROUP
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger, nvml
 from stepkeeper.node_agent.config import NodeConfig
@@ -73,7 +73,7 @@ def replay_run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.run)
     file = path if path.is_file() else find.find(arguments.run, os.environ).journal
     if not file.exists():
-        raise StepkeeperError(f"{file}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{file}: not there: no supervisor has worked on this run yet")
     recorded = recorded_policies(file.parent)
     attempts = range(max(recorded, default=-1) + 1)
     if arguments.policy and not recorded:
@@ -82,7 +82,7 @@ def replay_run(arguments: argparse.Namespace) -> int:
     stop_after = ATTEMPTS_MAX if arguments.all else 1
     found = replay(journal.read_lines(file), policies, words=arguments.words, stop_after=stop_after)
     if not found.records:
-        raise StepkeeperError(f"{file}: no record of the beginning of an attempt", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{file}: no record of the beginning of an attempt")
     if arguments.json:
         printing.say_json(found)
     else:
@@ -113,14 +113,12 @@ def changed(given: Given, words: list[str], option: str) -> Given:
         key, equals, value = word.partition("=")
         key = key.removeprefix(f"{GROUP}.")
         if not equals or key not in given.__struct_fields__:
-            raise StepkeeperError(
-                f"{option} {word}: KEY=VALUE with one of {', '.join(given.__struct_fields__)}", ExitCode.USAGE
-            )
+            raise UsageError(f"{option} {word}: KEY=VALUE with one of {', '.join(given.__struct_fields__)}")
         changes[key] = value
     try:
         return msgspec.convert({**msgspec.structs.asdict(given), **changes}, type(given), strict=False)
     except msgspec.ValidationError as error:
-        raise StepkeeperError(f"{option}: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{option}: {error}") from error
 
 
 def _show_replay(found: Replayed, recorded: int) -> None:
@@ -213,7 +211,7 @@ def simulate_runs(arguments: argparse.Namespace) -> None:
         return
     policy = changed(Policy(), arguments.policy, "--policy")
     if not 1 <= arguments.runs <= COUNT_MAX:
-        raise StepkeeperError("--runs is at least 1", ExitCode.USAGE)
+        raise UsageError("--runs is at least 1")
     began = time.monotonic()
     found = [simulate(world, policy, runs=arguments.runs, seed=arguments.seed) for world in _worlds(arguments)]
     if arguments.json:
@@ -231,7 +229,7 @@ def _play(path: Path, *, titled: bool, first: bool) -> None:
     try:
         played = scenario.play(text)
     except scenario.ScenarioError as error:
-        raise StepkeeperError(f"{path}: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{path}: {error}") from error
     for line in played.splitlines():
         printing.say(line)
 
@@ -241,14 +239,14 @@ def _worlds(arguments: argparse.Namespace) -> list[World]:
         rate = PRESETS[arguments.failures] if arguments.failures in PRESETS else float(arguments.failures)
     except ValueError:
         names = ", ".join(PRESETS)
-        raise StepkeeperError(f"--failures {arguments.failures}: a number or one of {names}", ExitCode.USAGE) from None
+        raise UsageError(f"--failures {arguments.failures}: a number or one of {names}") from None
     try:
         intervals = [duration(word) for word in arguments.save_every.split(",")]
         spares = [int(word) for word in arguments.spares.split(",")]
     except (argparse.ArgumentTypeError, ValueError) as error:
-        raise StepkeeperError(f"--save-every, --spares: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"--save-every, --spares: {error}") from error
     if len(intervals) * len(spares) > CHOICES_MAX or max(spares) > COUNT_MAX:
-        raise StepkeeperError(f"--save-every, --spares: at most {CHOICES_MAX} choices at a time", ExitCode.USAGE)
+        raise UsageError(f"--save-every, --spares: at most {CHOICES_MAX} choices at a time")
     world = World(nodes=arguments.nodes, days=arguments.days, failures=rate)
     world = changed(world, arguments.world, "--world")
     worlds = [
@@ -257,7 +255,7 @@ def _worlds(arguments: argparse.Namespace) -> list[World]:
     ]
     for world in worlds:
         if problem := world.problem():
-            raise StepkeeperError(problem, ExitCode.USAGE)
+            raise UsageError(problem)
     return worlds
 
 
@@ -342,9 +340,8 @@ def inject_fault(arguments: argparse.Namespace) -> None:
     config = node_config.load(arguments.config)
     if not config.test.allow_injected:
         where = arguments.config or node_config.DEFAULT_PATH
-        raise StepkeeperError(
-            f"{where}: injected faults are not allowed here; a test node says `allow_injected = true` in [test]",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{where}: injected faults are not allowed here; a test node says `allow_injected = true` in [test]"
         )
     pci = _pci(config, arguments.gpu)
     line = record(arguments.code, pci, arguments.text)
@@ -359,11 +356,11 @@ def record(code: int, pci: str, text: str = "") -> str:
     'NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.'
     """
     if not 0 < code <= CODE_MAX:
-        raise StepkeeperError(f"{code}: no XID; see `stepkeeper xid`", ExitCode.USAGE)
+        raise UsageError(f"{code}: no XID; see `stepkeeper xid`")
     said = text or DEFAULT_TEXTS.get(code, "injected for a test")
     line = f"NVRM: Xid (PCI:{pci.removesuffix('.0')}): {code}, {said}"
     if len(said) > TEXT_MAX or not said.isprintable() or parse(line) is None:
-        raise StepkeeperError(f"--text: one printable line of at most {TEXT_MAX} characters", ExitCode.USAGE)
+        raise UsageError(f"--text: one printable line of at most {TEXT_MAX} characters")
     return line
 
 
@@ -380,12 +377,12 @@ def _pci(config: NodeConfig, gpu: str) -> str:
     if re.fullmatch(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(\.[0-7])?", gpu):
         return canonical(gpu)
     if not gpu.isdigit():
-        raise StepkeeperError(f"--gpu {gpu}: neither an index nor a PCI address", ExitCode.USAGE)
+        raise UsageError(f"--gpu {gpu}: neither an index nor a PCI address")
     listed = {each.index: each.pci for each in nvml.once(LOOK_WITHIN_S).status.gpus} if config.test.nvml else {}
     if int(gpu) not in listed:
         known = ", ".join(f"{index} ({pci})" for index, pci in sorted(listed.items())) or "none"
         book = ledger.read(config.state_path / ledger.NAME)
         remembered = ", ".join(pci for pci, _ in book.gpus.gpus) if book.gpus is not None else ""
         hint = f"; the agent remembers {remembered}" if remembered else ""
-        raise StepkeeperError(f"--gpu {gpu}: NVML lists {known}{hint}; give a PCI address", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"--gpu {gpu}: NVML lists {known}{hint}; give a PCI address")
     return listed[int(gpu)]

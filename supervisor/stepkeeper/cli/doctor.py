@@ -18,7 +18,7 @@ from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site, visible
 from stepkeeper.doctor.site import Finding, Level
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks import following
 from stepkeeper.run_store import find
 from stepkeeper.slurm.client import SlurmError
@@ -164,11 +164,9 @@ def _add_selftest(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
 def selftest(arguments: argparse.Namespace) -> int:
     """Play, and say what it proves."""
     if arguments.nodes < 1:
-        raise StepkeeperError("--nodes is at least 1", ExitCode.USAGE)
+        raise UsageError("--nodes is at least 1")
     if not arguments.dir.is_dir():
-        raise StepkeeperError(
-            f"--dir {arguments.dir}: no such directory; name one on storage that all nodes see", ExitCode.USAGE
-        )
+        raise UsageError(f"--dir {arguments.dir}: no such directory; name one on storage that all nodes see")
     began = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="stepkeeper-selftest-", dir=arguments.dir.resolve()))
     shape = Shape(

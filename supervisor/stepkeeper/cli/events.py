@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_run
 from stepkeeper.cli.printing import instant
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line
@@ -30,9 +30,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what happened in a run, and why",
         description="Show what happened in a run, and why: the journal as a timeline.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument("--last", type=int, metavar="N", help="only the newest N records")
     command.add_argument("--json", action="store_true", help="the records as JSON lines (docs/events.md)")
     command.set_defaults(execute=execute)
@@ -41,12 +39,10 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def execute(arguments: argparse.Namespace) -> None:
     """Print the journal of a run."""
     if arguments.last is not None and arguments.last < 1:
-        raise StepkeeperError("--last is at least 1", ExitCode.USAGE)
+        raise UsageError("--last is at least 1")
     run = find.find(arguments.run, os.environ)
     if not run.journal.exists():
-        raise StepkeeperError(
-            f"{run.journal}: not there: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{run.journal}: not there: no supervisor has worked on this run yet")
     show = _show_json if arguments.json else _show
     torn = 0
     newest: deque[Line] = deque()

@@ -24,7 +24,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collect, log_lines, logs, rules
 from stepkeeper.diagnosis.classify import NO_EVIDENCE, Evidence, Role, Verdict, classify
 from stepkeeper.diagnosis.collect import Launch
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.redaction import redact
 from stepkeeper.run_analytics.model import left_out_in_words
 from stepkeeper.run_store import find
@@ -194,10 +194,10 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print a verdict."""
     if arguments.log:
         if arguments.run is not None or arguments.attempt is not None or arguments.launch is not None:
-            raise StepkeeperError("--log goes without RUN, --attempt and --launch", ExitCode.USAGE)
+            raise UsageError("--log goes without RUN, --attempt and --launch")
         verdict, about = _of_files(arguments.log)
     elif arguments.run is None:
-        raise StepkeeperError("name a run directory or a job id, or logs with --log", ExitCode.USAGE)
+        raise UsageError("name a run directory or a job id, or logs with --log")
     else:
         verdict, about = _of_run(find.find(arguments.run, os.environ), arguments)
     if arguments.json:
@@ -213,20 +213,17 @@ def _of_run(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Verdict, 
     if arguments.attempt is None:  # of a chain of jobs, the one that was named
         wanted = [each for each in wanted if str(each.job_id) == arguments.run] or wanted
     if not known:
-        raise StepkeeperError(
-            f"{run.journal}: holds no launch yet; see `stepkeeper events {run.path}`", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{run.journal}: holds no launch yet; see `stepkeeper events {run.path}`")
     if not wanted:
         there = not_there(arguments, [(each.attempt, each.launch) for each in known])
-        raise StepkeeperError(f"{run.path}: no launch of {there}", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{run.path}: no launch of {there}")
     failed = [each for each in wanted if each.failed]
     chosen = (failed or wanted)[-1]
     verdict = classify(collect.of_launch(run, chosen))
     if not chosen.failed and chosen.ended is None and verdict.rule == NO_EVIDENCE and _works(run, chosen):
-        raise StepkeeperError(
+        raise NotFoundError(
             f"{run.path}: launch {chosen.attempt}.{chosen.launch} runs, and nothing in it has failed: "
-            f"stepkeeper status {run.path}",
-            ExitCode.NOTHING_FOUND,
+            f"stepkeeper status {run.path}"
         )
     later = known[known.index(chosen) + 1 :]
     end, lineage = collect.end(run), lineages.read(run.checkpoints)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepkeeper.cli import printing
-from stepkeeper.cli.arguments import add_launch, is_named, not_there
+from stepkeeper.cli.arguments import add_launch, add_run, is_named, not_there
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.diagnosis import collect, log_lines, planes
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.run_store import find, lines
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import FAILED_NAME, RunDirectory
@@ -98,10 +97,7 @@ def files_of(directory: Path, node: str | None) -> dict[str, Path]:
     if node is None:
         return files
     if node not in files:
-        raise StepkeeperError(
-            f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}",
-            ExitCode.NOTHING_FOUND,
-        )
+        raise NotFoundError(f"{directory}: no log of node {node}; there are {', '.join(files) or 'none'}")
     return {node: files[node]}
 
 
@@ -158,7 +154,7 @@ def show_failed(run: RunDirectory, shown: Shown, directory: Path, arguments: arg
 
 def _no_line(directory: Path, rank: int | None, files: Iterable[str]) -> StepkeeperError:
     whose = f"rank {rank}" if rank is not None else "a rank"
-    return StepkeeperError(f"{directory}: no line of {whose} in {', '.join(files)}", ExitCode.NOTHING_FOUND)
+    return NotFoundError(f"{directory}: no line of {whose} in {', '.join(files)}")
 
 
 def who_failed(run: RunDirectory, shown: Shown) -> tuple[int | None, str, str]:
@@ -285,9 +281,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="show what the ranks printed",
         description="Show what the ranks of a launch printed: the newest launch, if none is named.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     add_launch(command, "the newest")
     command.add_argument("--node", metavar="NAME", help=f"of this node only (`{SRUN}`: what srun itself said)")
     command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
@@ -310,9 +304,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def execute(arguments: argparse.Namespace) -> None:
     """Print the logs of one launch, node by node."""
     if arguments.tail is not None and arguments.tail < 1:
-        raise StepkeeperError("--tail is at least 1", ExitCode.USAGE)
+        raise UsageError("--tail is at least 1")
     if arguments.failed and arguments.follow:
-        raise StepkeeperError("--failed shows what ended, --follow what runs: choose one", ExitCode.USAGE)
+        raise UsageError("--failed shows what ended, --follow what runs: choose one")
     run = find.find(arguments.run, os.environ)
     if arguments.follow:
         follow(run, arguments)
@@ -337,13 +331,13 @@ def _launch(run: RunDirectory, arguments: argparse.Namespace) -> tuple[Shown, Pa
     root = run.path / "logs"
     known = launches(run)
     if not known:
-        raise StepkeeperError(f"{root}: no launch has written logs yet", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no launch has written logs yet")
     named = {key: path for key, path in known.items() if is_named(arguments, *key)}
     if not named:
-        raise StepkeeperError(f"{root}: no logs of {not_there(arguments, sorted(known))}", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no logs of {not_there(arguments, sorted(known))}")
     chosen = {key: path for key, path in named.items() if not arguments.failed or (path / FAILED_NAME).exists()}
     if not chosen:
         which = "that kind" if len(named) < len(known) else "this run"
-        raise StepkeeperError(f"{root}: no launch of {which} failed", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{root}: no launch of {which} failed")
     newest = max(chosen)
     return Shown(*newest, arguments.json), chosen[newest]

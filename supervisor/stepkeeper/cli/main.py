@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from stepkeeper import __version__
 from stepkeeper.cli import COMMANDS, load, printing
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,8 +130,8 @@ def print_manual(_arguments: argparse.Namespace) -> None:
     try:
         from argparse_manpage.manpage import Manpage  # noqa: PLC0415 - for those who have it
     except ImportError as error:
-        raise StepkeeperError(
-            "the manual page is made by a library that is not installed: pip install 'stepkeeper[man]'", ExitCode.USAGE
+        raise UsageError(
+            "the manual page is made by a library that is not installed: pip install 'stepkeeper[man]'"
         ) from error
     os.environ["COLUMNS"] = COLUMNS
     sys.stdout.write(str(Manpage(parser(), format="pretty")))

@@ -18,7 +18,7 @@ from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import above_zero
 from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.log import Form, PatientStream, configure
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger
@@ -76,7 +76,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return printing.safely(check_setup, arguments)
     if arguments.json:
-        raise StepkeeperError("--json goes with --check: the agent's log is JSON in any case", ExitCode.USAGE)
+        raise UsageError("--json goes with --check: the agent's log is JSON in any case")
     # the sensors and the socket are wanted by the agent alone: `node incidents` starts without them
     from stepkeeper.node_agent import runtime  # noqa: PLC0415
     from stepkeeper.node_agent.agent import Agent  # noqa: PLC0415
@@ -139,7 +139,7 @@ def show_incidents(arguments: argparse.Namespace) -> None:
     config = node_config.load(arguments.config)
     path = config.state_path / ledger.NAME
     if not os.path.lexists(path):
-        raise StepkeeperError(f"{path}: not there: no agent has seen anything on this node", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{path}: not there: no agent has seen anything on this node")
     book = _read(path)
     found = sorted(book.incidents.values(), key=lambda each: each.first_at)
     if not arguments.all:
@@ -185,7 +185,7 @@ def _read(path: Path) -> ledger.Book:
     try:
         return ledger.read(path)
     except OSError as error:
-        raise StepkeeperError(f"{path}: {error.strerror}; the ledger is root's", ExitCode.USAGE) from error
+        raise UsageError(f"{path}: {error.strerror}; the ledger is root's") from error
 
 
 # `stepkeeper node check`: is this node fit?  Speaks the language of Nagios plugins.

@@ -9,8 +9,7 @@ import msgspec
 
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import above_zero, duration, share
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.run_store import find
 from stepkeeper.submit import plan as submit_plan
 from stepkeeper.submit.plan import FIXED_S, Measured, Plan, measure, plan
@@ -93,10 +92,9 @@ def _plan(arguments: argparse.Namespace, measured: Measured) -> tuple[list[Plan]
             assumed[name] = "measured by the run"
             return known
         if default is None:
-            raise StepkeeperError(
+            raise UsageError(
                 f"--{name} is missing: say how long a save takes to be durable, "
-                "or name a RUN that has committed a checkpoint",
-                ExitCode.USAGE,
+                "or name a RUN that has committed a checkpoint"
             )
         assumed[name] = default[1]
         return default[0]
@@ -106,13 +104,13 @@ def _plan(arguments: argparse.Namespace, measured: Measured) -> tuple[list[Plan]
     restart_s = choose("restart-s", arguments.restart_s, measured.restart_s, (RESTART_S, "assumed"))
     sizes: list[int] = arguments.nodes or [measured.nodes or 1]
     if arguments.mtbf is not None and len(sizes) > 1:
-        raise StepkeeperError("--mtbf is of one size of the job: give --mtbf-node-hours for several", ExitCode.USAGE)
+        raise UsageError("--mtbf is of one size of the job: give --mtbf-node-hours for several")
     plans = []
     for nodes in sizes:
         mtbf_s = _mtbf_s(arguments, nodes, measured.rate, assumed)
         costs = Costs(blocked_s=blocked_s, persist_s=max(save_s, blocked_s), restart_s=restart_s, mtbf_s=mtbf_s)
         if problem := costs.problem():
-            raise StepkeeperError(problem, ExitCode.USAGE)
+            raise UsageError(problem)
         plans.append(plan(nodes, costs, overhead_max=arguments.overhead_max))
     return plans, assumed
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from stepkeeper import __version__
 from stepkeeper.cli import printing
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError
 from stepkeeper.run_analytics import reading
 from stepkeeper.run_analytics.model import micro
 from stepkeeper.run_analytics.timeline import RunState
@@ -44,9 +43,7 @@ def execute(arguments: argparse.Namespace) -> None:
     now = time.time()
     seen = reading.see(run, now=now)
     if seen.run_state is RunState.EMPTY:
-        raise StepkeeperError(
-            f"{run.journal}: tells nothing: no supervisor has worked on this run yet", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{run.journal}: tells nothing: no supervisor has worked on this run yet")
     ran = reading.read(run, (attempt.number for attempt in seen.attempts))
     if arguments.json:
         printing.say_json(for_programs(seen, str(run.path), ran))

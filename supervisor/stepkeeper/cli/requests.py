@@ -14,10 +14,11 @@ from typing import TypeVar
 import msgspec
 
 from stepkeeper.cli import printing
+from stepkeeper.cli.arguments import add_run
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_analytics.queue import Waiting
 from stepkeeper.run_store import find, journal, requests
@@ -54,9 +55,7 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _declare(command: argparse.ArgumentParser, kind: requests.Kind) -> None:
     """Add what both commands take."""
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument("--no-wait", action="store_true", help="wait for the answer only, not until it is done")
     command.add_argument("--within", type=float, default=WITHIN_S, metavar="S", help="wait no longer than this")
     command.add_argument("--json", action="store_true", help="one JSON document")
@@ -81,16 +80,15 @@ def _execute(arguments: argparse.Namespace) -> None:
         raise StepkeeperError(f"{run.path}: the answer cannot be read: {error}", ExitCode.RUN_DIRECTORY) from error
     if answer is None and over():
         requests.withdraw(run.path, name)
-        raise StepkeeperError("the run ended before it read this: see `stepkeeper status`", ExitCode.NOTHING_FOUND)
+        raise NotFoundError("the run ended before it read this: see `stepkeeper status`")
     if answer is None:
         requests.withdraw(run.path, name)
-        raise StepkeeperError(
+        raise NotFoundError(
             f"no answer within {arguments.within:g} s, so the ask is taken back; is job {status.job_id} there? "
-            f"see `squeue -j {status.job_id}` and `stepkeeper status {run.path}`",
-            ExitCode.NOTHING_FOUND,
+            f"see `squeue -j {status.job_id}` and `stepkeeper status {run.path}`"
         )
     if not answer.ok:
-        raise StepkeeperError(answer.said, ExitCode.NOTHING_FOUND)
+        raise NotFoundError(answer.said)
     if not arguments.json:
         printing.say(answer.said)
     found: dict[str, object] = {"said": answer.said}
@@ -116,10 +114,10 @@ def _of_the_queue(arguments: argparse.Namespace, run: RunDirectory, waiting: Wai
         raise StepkeeperError(f"job {waiting.job}: Slurm says {said}", ExitCode.NO_SLURM)
     if queue.is_over(queued) or queue.is_pending(queued):
         what = "nothing is running" if arguments.kind == "stop" else "nothing is running that could save"
-        raise StepkeeperError(f"{said}; {what}", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{said}; {what}")
     begun = _until(lambda: queue.waiting(run, status_file.require(run.status)) is None or None, give_up_at)
     if not begun:
-        raise StepkeeperError(f"{said}, and its supervisor has written nothing yet: ask again", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{said}, and its supervisor has written nothing yet: ask again")
     return False
 
 
@@ -136,7 +134,7 @@ def _cancel(job: str, give_up_at: float) -> queue.Queued:
 
     queued = _until(settled, min(give_up_at, time.monotonic() + CANCELLED_WITHIN_S))
     if queued is None:
-        raise StepkeeperError(f"scancel {job} is done, and Slurm still says that it waits", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"scancel {job} is done, and Slurm still says that it waits")
     return queued
 
 
@@ -151,7 +149,7 @@ def _cancelled(run: RunDirectory, waiting: Waiting) -> dict[str, object]:
 def _alive(run: RunDirectory) -> Status:
     status = status_file.require(run.status)
     if status is None or status.phase == Phase.DONE:
-        raise StepkeeperError(f"{run.path}: no supervisor works on this run now", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"{run.path}: no supervisor works on this run now")
     return status
 
 
@@ -160,7 +158,7 @@ def _saved(run: RunDirectory, asked_at: float, give_up_at: float) -> dict[str, o
     over = functools.partial(status_file.is_over, run.status)
     ends = _until(lambda: _end_of_save(run, asked_at) or None, give_up_at, or_when=over)
     if not ends:
-        raise StepkeeperError("no new checkpoint yet; `stepkeeper status --follow` shows it", ExitCode.NOTHING_FOUND)
+        raise NotFoundError("no new checkpoint yet; `stepkeeper status --follow` shows it")
     (found,) = ends
     if isinstance(found, on.CheckpointCommitted):
         return {"step": found.step, "directory": str(run.checkpoints / found.directory), "seconds": found.seconds}
@@ -187,7 +185,7 @@ def _ended(run: RunDirectory, asked: Status, give_up_at: float) -> dict[str, obj
 
     status = _until(over, give_up_at)
     if status is None:
-        raise StepkeeperError(f"job {asked.job_id} has not ended yet", ExitCode.NOTHING_FOUND)
+        raise NotFoundError(f"job {asked.job_id} has not ended yet")
     return {"checkpoint_step": status.checkpoint_step, "exit_code": status.exit_code, "library": status.library}
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
 from stepkeeper import __version__
 from stepkeeper.cli import attempt, dry_run, printing
 from stepkeeper.cli.arguments import add_cmd, read_cmd
@@ -23,9 +21,9 @@ from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.values import Outdated
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.frameworks.following import Following
-from stepkeeper.log import Form, PatientStream, configure, is_empty
+from stepkeeper.log import Form, Log, PatientStream, configure, is_empty
 from stepkeeper.loop_tools import Clock
 from stepkeeper.run_analytics.metrics import TalliedJournal, Tally, exported
 from stepkeeper.run_store import journal, lines, paths
@@ -76,7 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.print_config or arguments.dry_run:
         return printing.safely(_show, arguments)
     if arguments.json:
-        raise StepkeeperError("--json goes with --print-config or --dry-run", ExitCode.USAGE)
+        raise UsageError("--json goes with --print-config or --dry-run")
     try:
         code = _supervise(arguments)
     except StepkeeperError as error:
@@ -263,7 +261,7 @@ def _script(command: tuple[str, ...], config: Config) -> tuple[own_script.Found,
 
 
 def _say_what_surprises(
-    log: structlog.typing.FilteringBoundLogger,
+    log: Log,
     setting: Setting,
     allocation: Allocation,
     doubts: own_script.Doubts,

@@ -15,7 +15,7 @@ from stepkeeper.cli import printing
 from stepkeeper.cli.printing import duration
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.run_analytics import queue, reading
 from stepkeeper.run_analytics.glance import Glance, attempt, facts, glance, loss, state, steps
 from stepkeeper.run_analytics.model import exit_meaning
@@ -88,10 +88,7 @@ def execute(arguments: argparse.Namespace) -> None:
     run = find.find(arguments.run, os.environ)
     seen = glance(run, status_file.require(run.status), records_max=RECORDS_BACK_MAX)
     if seen.status is None and seen.waiting is None:
-        raise StepkeeperError(
-            f"{run.status}: not there: no supervisor has worked on this run yet, or it could not write",
-            ExitCode.NOTHING_FOUND,
-        )
+        raise NotFoundError(f"{run.status}: not there: no supervisor has worked on this run yet, or it could not write")
     condition = reading.condition_of(Path(seen.checkpoint), run) if seen.checkpoint else ""
     job = seen.asks_slurm(time.time())
     seen = msgspec.structs.replace(
@@ -116,7 +113,7 @@ def _require_one_way(arguments: argparse.Namespace) -> None:
     elif arguments.follow and (arguments.json or arguments.all):
         wrong = "--follow shows one run, for people: it goes without --json and --all"
     if wrong:
-        raise StepkeeperError(wrong, ExitCode.USAGE)
+        raise UsageError(wrong)
 
 
 # One run.

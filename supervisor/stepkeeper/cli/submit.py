@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.cli import printing
-from stepkeeper.cli.arguments import add_cmd, read_cmd
+from stepkeeper.cli.arguments import add_cmd, add_run, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin
 from stepkeeper.config.settings import SETTINGS
@@ -22,7 +22,7 @@ from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site
 from stepkeeper.doctor.site import Finding, Level, Site
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
 from stepkeeper.redaction import redact_words
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_store import find, paths, submission
@@ -307,9 +307,7 @@ def _add_resume(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "shown first.  It resumes in its run directory, from the newest verified checkpoint.  Other variables come "
         "from this shell.",
     )
-    command.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory or job id (default: the run in this directory)"
-    )
+    add_run(command)
     command.add_argument(
         "--sbatch", metavar="OPTION", action="append", default=[], help="change one option: --sbatch=--time=2:00:00"
     )
@@ -322,7 +320,7 @@ def resume(arguments: argparse.Namespace) -> None:
     """Submit a run again."""
     wrong = next((option for option in arguments.sbatch if not option.startswith("-")), None)
     if wrong is not None:
-        raise StepkeeperError(f"--sbatch {wrong!r}: write the option with its dashes", ExitCode.USAGE)
+        raise UsageError(f"--sbatch {wrong!r}: write the option with its dashes")
     run = find.find(arguments.run, os.environ)
     preflight.require_open(run.path)
     newest = _newest_job(run)
@@ -357,7 +355,7 @@ def _newest_job(run: RunDirectory) -> str:
         return waiting.job
     if status is not None:
         return queue.name(status)
-    raise StepkeeperError(f"{run.path}: no job of this run is known: submit it with --run-dir", ExitCode.NOTHING_FOUND)
+    raise NotFoundError(f"{run.path}: no job of this run is known: submit it with --run-dir")
 
 
 def _after(run: RunDirectory, job: str) -> list[str]:
@@ -396,10 +394,9 @@ def _submission(run: RunDirectory, newest: str) -> Submission:
         return requeue.find_out(newest, {})
     except SlurmError as error:
         script = f" ({recorded.path})" if recorded is not None and recorded.path else ""
-        raise StepkeeperError(
+        raise NotFoundError(
             f"{run.path}: {why}, and Slurm does not have it either ({error}); submit your batch script{script} again "
-            f"with STEPKEEPER_RUN_DIR={run.typed}",
-            ExitCode.NOTHING_FOUND,
+            f"with STEPKEEPER_RUN_DIR={run.typed}"
         ) from error
 
 
@@ -412,10 +409,9 @@ def _require_current(run: RunDirectory, submission: Submission) -> None:
     try:
         resolve.read_environment(submission.environment)
     except StepkeeperError as error:
-        raise StepkeeperError(
+        raise UsageError(
             f"{error}; job {submission.job} had this variable: correct your batch script, and submit it again with "
-            f"STEPKEEPER_RUN_DIR={run.typed}",
-            ExitCode.USAGE,
+            f"STEPKEEPER_RUN_DIR={run.typed}"
         ) from error
     resolve.gather({}, {**os.environ, **submission.environment})
 

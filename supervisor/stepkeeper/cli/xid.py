@@ -12,7 +12,7 @@ import msgspec
 from stepkeeper.cli import printing
 from stepkeeper.cli.arguments import opened
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.node_agent.xid import catalogue as catalogues
 from stepkeeper.node_agent.xid.catalogue import Catalogue, Fault, Row, Severity, Source, SwitchRow
 from stepkeeper.node_agent.xid.judge import judge
@@ -61,9 +61,9 @@ def add(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def execute(arguments: argparse.Namespace) -> None:
     """Explain, list or parse."""
     if arguments.parse is not None and arguments.code is not None:
-        raise StepkeeperError("CODE and --parse: use one of them", ExitCode.USAGE)
+        raise UsageError("CODE and --parse: use one of them")
     if arguments.allow_injected and arguments.parse is None:
-        raise StepkeeperError("--allow-injected is about a log: use it with --parse", ExitCode.USAGE)
+        raise UsageError("--allow-injected is about a log: use it with --parse")
     known = catalogues.load(arguments.catalogue)
     if arguments.parse is not None:
         _parse(arguments.parse, known, as_json=arguments.json, allow_injected=arguments.allow_injected)
@@ -76,10 +76,9 @@ def execute(arguments: argparse.Namespace) -> None:
 def _explain(code: int, known: Catalogue, *, as_json: bool) -> None:
     row = known.rows.get(code) or known.switch_rows.get(code)
     if row is None:
-        raise StepkeeperError(
+        raise NotFoundError(
             f"{code}: not in the catalogue: such a code is logged, and no node is drained for it; "
-            "`stepkeeper xid` lists the known ones",
-            ExitCode.NOTHING_FOUND,
+            "`stepkeeper xid` lists the known ones"
         )
     if as_json:
         printing.say_json(_document(row))

@@ -16,8 +16,7 @@ import msgspec
 
 from stepkeeper.config.settings import GROUP, Value
 from stepkeeper.config.values import Outdated, checked, known, passed_over
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks.adapters.generic import Patterns, parse_patterns
 from stepkeeper.run_store import lines
 from stepkeeper_trainer.formats.plain import open_plain
@@ -73,9 +72,7 @@ def read(path: Path, role: Role, outdated: list[Outdated] | None = None) -> Conf
     except OSError as error:
         if error.errno in _ABSENT:
             return ConfigFile(role=role, path=path)
-        raise StepkeeperError(
-            f"{path}: cannot be read: {error.strerror}; repair it or remove it", ExitCode.USAGE
-        ) from error
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; repair it or remove it") from error
     return parse(data, path, role, outdated)
 
 
@@ -91,16 +88,15 @@ def _trusted(path: Path, role: Role) -> bytes:
     with open_plain(path if role is Role.RUN else Path(os.path.realpath(path))) as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (0, os.geteuid()):
-            raise StepkeeperError(
+            raise UsageError(
                 f"{path}: belongs to user id {status.st_uid}, who could make your job do what you did not ask for; "
-                "it must be yours or root's",
-                ExitCode.USAGE,
+                "it must be yours or root's"
             )
         # a user's own group is often theirs alone (umask 002); what the site locks is for root to change
         forbidden = stat.S_IWOTH | (stat.S_IWGRP if role is Role.SITE else 0)
         if status.st_mode & forbidden:
             who = "everybody" if status.st_mode & stat.S_IWOTH else "its group"
-            raise StepkeeperError(f"{path}: {who} may write it; chmod go-w it", ExitCode.USAGE)
+            raise UsageError(f"{path}: {who} may write it; chmod go-w it")
         data = file.read(lines.LINE_BYTES_MAX + 1)
     if len(data) > lines.LINE_BYTES_MAX:
         raise OSError(errno.EFBIG, f"more than {lines.LINE_BYTES_MAX} bytes", str(path))
@@ -123,26 +119,24 @@ def parse(data: bytes, path: Path, role: Role, outdated: list[Outdated] | None =
         text = data.decode()
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is the usual one; a huge number is another
-        raise StepkeeperError(f"{path}: not TOML: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{path}: not TOML: {error}") from error
     places = _Places(path, text)
     lock = document.pop(LOCKED, None)
     entries = {}
     generic = _framework(document, places)
     for key, value in _flat(document):
         if key == GROUP:
-            raise StepkeeperError(f"{places.of(key)}: {GROUP} is a table: write [{GROUP}]", ExitCode.USAGE)
+            raise UsageError(f"{places.of(key)}: {GROUP} is a table: write [{GROUP}]")
         if passed_over(key, value, places.of(key), outdated):
             continue
         setting = known(key, places.of(key))
         if role is Role.RUN and not setting.about.in_run_directory:
-            raise StepkeeperError(
-                f"{places.of(key)}: `{key}` says where this very file is; set it elsewhere", ExitCode.USAGE
-            )
+            raise UsageError(f"{places.of(key)}: `{key}` says where this very file is; set it elsewhere")
         entries[key] = Entry(checked(setting, value, places.of(key), outdated), places.of(key))
     locked: dict[str, str] = {}
     if lock is not None:
         if role is not Role.SITE:
-            raise StepkeeperError(f"{places.of(LOCKED)}: only the administrator's {SITE} may lock keys", ExitCode.USAGE)
+            raise UsageError(f"{places.of(LOCKED)}: only the administrator's {SITE} may lock keys")
         locked = _locks(lock, places, entries, outdated)
     return ConfigFile(role=role, path=path, entries=entries, locked=locked, generic=generic)
 
@@ -153,9 +147,8 @@ def _framework(document: dict[str, Any], places: _Places) -> Patterns | None:
     if not isinstance(table, dict):
         return None
     if unknown := sorted(table.keys() - {"name", "generic"}):
-        raise StepkeeperError(
-            f"{places.of(f'{FRAMEWORK}.{unknown[0]}')}: [{FRAMEWORK}] has `name` and `generic`, and no `{unknown[0]}`",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{places.of(f'{FRAMEWORK}.{unknown[0]}')}: [{FRAMEWORK}] has `name` and `generic`, and no `{unknown[0]}`"
         )
     if "name" in table:
         document[FRAMEWORK] = table["name"]
@@ -173,12 +166,10 @@ def _locks(lock: Any, places: _Places, entries: dict[str, Entry], outdated: list
         where = places.of(LOCKED)
         for key in lock:
             if not isinstance(key, str):
-                raise StepkeeperError(f"{where}: {LOCKED} is a list of keys", ExitCode.USAGE)
+                raise UsageError(f"{where}: {LOCKED} is a list of keys")
         return {known(key, where).key: where for key in lock if not passed_over(key, None, where, outdated)}
     if not isinstance(lock, dict):
-        raise StepkeeperError(
-            f"{places.of(LOCKED)}: {LOCKED} is a list of keys, or a table of keys and values", ExitCode.USAGE
-        )
+        raise UsageError(f"{places.of(LOCKED)}: {LOCKED} is a list of keys, or a table of keys and values")
     locked = {}
     for key, value in _flat(lock):
         where = places.of(f"{LOCKED}.{key}")
@@ -186,7 +177,7 @@ def _locks(lock: Any, places: _Places, entries: dict[str, Entry], outdated: list
             continue
         setting = known(key, where)
         if key in entries:
-            raise StepkeeperError(f"{where}: `{key}` stands twice, in [{LOCKED}] and outside", ExitCode.USAGE)
+            raise UsageError(f"{where}: `{key}` stands twice, in [{LOCKED}] and outside")
         entries[key] = Entry(checked(setting, value, where, outdated), where)
         locked[key] = where
     return locked

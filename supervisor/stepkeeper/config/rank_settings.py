@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.config.settings import SETTINGS, RunSettings
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper_trainer.integrations import hook
 from stepkeeper_trainer.tiers.tier import TierError, Tiers
 
@@ -63,7 +62,7 @@ def tiers_of(settings: RunSettings) -> Tiers:
     try:
         return msgspec.convert(values, Tiers).check()
     except TierError as error:
-        raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        raise UsageError(str(error)) from error
 
 
 def tier_variables(settings: RunSettings) -> dict[str, str]:
@@ -85,34 +84,21 @@ def tier_variables(settings: RunSettings) -> dict[str, str]:
 # parsers, and only for a setting that is set: no other command has need of them.
 
 
-def check_cadence(text: str) -> None:
-    """Check `checkpoint_every`."""
-    from stepkeeper_trainer.coordinate.cadence import parse_rule  # noqa: PLC0415
-    from stepkeeper_trainer.errors import UsageError  # noqa: PLC0415
+def check_cadence(text: str, *, of_snapshots: bool = False) -> None:
+    """Check `checkpoint_every`, or `snapshot_every`."""
+    from stepkeeper_trainer import errors  # noqa: PLC0415
+    from stepkeeper_trainer.coordinate.cadence import parse_rule, snapshot_rule  # noqa: PLC0415
 
     try:
-        parse_rule(text)
-    except UsageError as error:
+        (snapshot_rule if of_snapshots else parse_rule)(text)
+    except errors.UsageError as error:
         raise ValueError(str(error)) from error
 
 
-def check_snapshots(text: str) -> None:
-    """Check `snapshot_every`."""
-    from stepkeeper_trainer.coordinate.cadence import snapshot_rule  # noqa: PLC0415
-    from stepkeeper_trainer.errors import UsageError  # noqa: PLC0415
-
+def check_tier(key: str, text: str) -> None:
+    """Check `local_tier`, `cold_tier` or `snapshot_dir`; a secret in a URL is not repeated."""
     try:
-        snapshot_rule(text)
-    except UsageError as error:
-        raise ValueError(str(error)) from error
-
-
-def check_snapshot_dir(text: str) -> None:
-    """Check `snapshot_dir`."""
-    from stepkeeper_trainer.tiers.tier import TierError, Tiers  # noqa: PLC0415
-
-    try:
-        Tiers(snapshot_directory=text).check()
+        msgspec.convert({_FIELDS[key]: text}, Tiers).check()
     except TierError as error:
         raise ValueError(str(error)) from error
 
@@ -144,22 +130,3 @@ def parse_metrics_port(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) <= PORT_MAX):
         raise ValueError(f"write PORT or ADDRESS:PORT, with a port from 0 to {PORT_MAX}")
     return address or "127.0.0.1", int(port)
-
-
-def check_local_tier(text: str) -> None:
-    """Check `local_tier`."""
-    _check_tier("local", text)
-
-
-def check_cold_tier(text: str) -> None:
-    """Check `cold_tier`; a secret in its URL is not repeated."""
-    _check_tier("cold", text)
-
-
-def _check_tier(kind: str, text: str) -> None:
-    from stepkeeper_trainer.tiers.tier import TierError, Tiers  # noqa: PLC0415
-
-    try:
-        (Tiers(local=text) if kind == "local" else Tiers(cold=text)).check()
-    except TierError as error:
-        raise ValueError(str(error)) from error

@@ -16,14 +16,13 @@ from stepkeeper.config import files
 from stepkeeper.config.files import ConfigFile, Entry, Role
 from stepkeeper.config.settings import SETTINGS, VARIABLE_PREFIX, RunSettings, Value, build, variable
 from stepkeeper.config.values import REMOVED, Outdated, from_text, known, nearest, passed_over, shown, value_now
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Policy
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks.adapters.generic import Patterns
 from stepkeeper.redaction import redact
 from stepkeeper.slurm.launch import KEPT
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, read_plain
 
 # The `STEPKEEPER_*` variables: settings, what ranks get, and nothing else.
 
@@ -61,10 +60,9 @@ def read_environment(environment: Mapping[str, str], outdated: list[Outdated] | 
         if name in removed and (not text or passed_over(removed[name], text, name, outdated)):
             continue
         if name not in by_variable:
-            raise StepkeeperError(
+            raise UsageError(
                 f"{shown(name)}: no such setting{nearest(name, by_variable)}; unset it: a setting that is not known is "
-                "never ignored",
-                ExitCode.USAGE,
+                "never ignored"
             )
         if text:
             setting = by_variable[name]
@@ -189,10 +187,9 @@ def _first(key: str, layers: list[tuple[Origin, dict[str, Entry]]], site: Config
             continue
         if lock and origin is not Origin.SITE:
             admins = site.entries[key].value if key in site.entries else setting.default
-            raise StepkeeperError(
+            raise UsageError(
                 f"{entry.where}: `{key}` is locked by the administrator in {lock}, at {shown(admins)}; "
-                "leave it out here",
-                ExitCode.USAGE,
+                "leave it out here"
             )
         return Resolved(value=entry.value, origin=origin, where=entry.where, locked=lock)
     return Resolved(value=setting.default, origin=Origin.DEFAULT, locked=lock)
@@ -201,15 +198,13 @@ def _first(key: str, layers: list[tuple[Origin, dict[str, Entry]]], site: Config
 def _refuse_misfits(values: dict[str, Resolved]) -> None:
     copies, interface = values["peer_copies"], values["peer_interface"]
     if copies.value and values["local_tier"].value is None and values["snapshot_every"].value is None:
-        raise StepkeeperError(
+        raise UsageError(
             f"{copies.where}: peer_copies: peer copies are of the local tier and of snapshots in memory, "
-            "and there are none: set local_tier too, or snapshot_every",
-            ExitCode.USAGE,
+            "and there are none: set local_tier too, or snapshot_every"
         )
     if interface.value is not None and not copies.value:
-        raise StepkeeperError(
-            f"{interface.where}: peer_interface: it is for peer copies, and there are none: set peer_copies too",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{interface.where}: peer_interface: it is for peer copies, and there are none: set peer_copies too"
         )
 
 
@@ -281,12 +276,12 @@ def read_flags(arguments: argparse.Namespace, outdated: list[Outdated] | None = 
         key, found, text = assignment.partition("=")
         where = f"--set {shown(assignment)}"
         if not found:
-            raise StepkeeperError(f"{where}: write --set KEY=VALUE", ExitCode.USAGE)
+            raise UsageError(f"{where}: write --set KEY=VALUE")
         if passed_over(key.strip(), text, where, outdated):
             continue
         setting = known(key.strip(), where)
         if setting.key in entries:
-            raise StepkeeperError(f"{where}: {setting.key} is set twice on the command line", ExitCode.USAGE)
+            raise UsageError(f"{where}: {setting.key} is set twice on the command line")
         entries[setting.key] = Entry(from_text(setting, text.strip(), "--set", outdated), "--set")
     return entries
 
@@ -368,11 +363,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             return Policy()
 
 
+_recorded = msgspec.json.Decoder(Recorded)
+
+
 def read_record(run_directory: Path, attempt: int) -> Recorded:
     """Return what an attempt went by; nothing where it never got so far, or the record cannot be read."""
     try:
-        return msgspec.json.decode(read_plain(record_path(run_directory, attempt), within=run_directory), type=Recorded)
-    except (OSError, msgspec.MsgspecError):
+        return decode(_recorded, read_plain(record_path(run_directory, attempt), within=run_directory))
+    except (OSError, DecodeError):
         return Recorded()
 
 

@@ -213,7 +213,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str  # as in files; `policy.…` for a field of the policy
     kind: type[bool | int | float | str]
-    optional: bool  # may be left without a value
     default: Value
     about: About
 
@@ -274,7 +273,7 @@ def _setting(key: str, kind: Any, default: Value, about: About) -> Setting:
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     plain = [each for each in kinds if each is not type(None)]
     assert len(plain) == 1 and plain[0] in {bool, int, float, str}, f"{key}: {kind} cannot be set"  # noqa: PT018
-    return Setting(key=key, kind=plain[0], optional=len(kinds) > 1, default=default, about=about)
+    return Setting(key=key, kind=plain[0], default=default, about=about)
 
 
 def _about(name: str, kind: type) -> About:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from stepkeeper.config.resolve import Config
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.placement import largest
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.slurm.cmd import is_own_srun, nodes_range, require_startable
 
 _CHOOSE_NODES = ("spares", "min_nodes", "micro_batches")
@@ -47,24 +46,20 @@ def of(config: Config, nodes: int, command: Sequence[str], ranks_per_node: int |
         return Shape(wanted=nodes, least=0)
     fewest, most = nodes_range(command) or (0, nodes)
     if fewest > most:
-        raise StepkeeperError(f"CMD: --nnodes={fewest}:{most}: the first is the smaller one", ExitCode.USAGE)
+        raise UsageError(f"CMD: --nnodes={fewest}:{most}: the first is the smaller one")
     available = nodes - settings.spares
     if available < 1:
-        raise StepkeeperError(
-            f"{config.described('spares')}: the allocation has {nodes} nodes, and at least one must train",
-            ExitCode.USAGE,
-        )
+        raise UsageError(f"{config.described('spares')}: the allocation has {nodes} nodes, and at least one must train")
     wanted = min(available, most)
     spare = nodes - wanted
     if settings.min_nodes > wanted:
-        raise StepkeeperError(
+        raise UsageError(
             f"{config.described('min_nodes')}: a launch has {wanted} nodes ({nodes} of the allocation, {spare} of them "
-            f"spares{f'; CMD: --nnodes up to {most}' if most < nodes else ''})",
-            ExitCode.USAGE,
+            f"spares{f'; CMD: --nnodes up to {most}' if most < nodes else ''})"
         )
     if fewest > wanted or 0 < settings.min_nodes < fewest:
         said = config.described("min_nodes") if 0 < settings.min_nodes < fewest else f"a launch has {wanted} nodes"
-        raise StepkeeperError(f"CMD wants at least {fewest} nodes (--nnodes): {said}", ExitCode.USAGE)
+        raise UsageError(f"CMD wants at least {fewest} nodes (--nnodes): {said}")
     shape = Shape(wanted=wanted, least=settings.min_nodes or fewest)
     return shape if ranks_per_node is None or not settings.micro_batches else _evenly(config, shape, ranks_per_node)
 
@@ -73,10 +68,9 @@ def _require_none(config: Config) -> None:
     """Refuse settings that choose nodes beside a line that does so itself."""
     said = [config.described(key) for key in _CHOOSE_NODES if config.values[key].value]
     if said:
-        raise StepkeeperError(
+        raise UsageError(
             f"{' and '.join(said)}: {', '.join(_CHOOSE_NODES)} choose the nodes of a launch, which an own srun line "
-            "does itself: leave out `srun` and its options, and one task a GPU is started",
-            ExitCode.USAGE,
+            "does itself: leave out `srun` and its options, and one task a GPU is started"
         )
 
 
@@ -89,14 +83,13 @@ def _evenly(config: Config, shape: Shape, ranks_per_node: int) -> Shape:
     counts = tuple(n for n in fitting if n <= shape.wanted)
     wanted = largest(counts, shape.least, shape.wanted) if counts else 0
     if not wanted:
-        raise StepkeeperError(
+        raise UsageError(
             f"{config.described('micro_batches')}: ranks of {shape.least or 1} to {shape.wanted} nodes, "
             f"{ranks_per_node} on each, do not share {micro_batches} micro-batches evenly; "
             + (
                 f"these numbers of nodes would: {', '.join(map(str, fitting))}"
                 if fitting
                 else "no number of nodes would"
-            ),
-            ExitCode.USAGE,
+            )
         )
     return Shape(wanted=wanted, least=shape.least, counts=counts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -13,21 +14,18 @@ from stepkeeper.cli.printing import clean
 from stepkeeper.config import rank_settings
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import causes
-from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.policy import Limits
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
 SHOWN_MAX = 80
 SAID_MAX = 250
-_READERS = {
+_READERS: dict[str, Callable[[str], object]] = {
     "checkpoint_every": rank_settings.check_cadence,
     "retention": rank_settings.check_retention,
-    "local_tier": rank_settings.check_local_tier,
-    "cold_tier": rank_settings.check_cold_tier,
-    "snapshot_every": rank_settings.check_snapshots,
-    "snapshot_dir": rank_settings.check_snapshot_dir,
+    **{key: partial(rank_settings.check_tier, key) for key in ("local_tier", "cold_tier", "snapshot_dir")},
+    "snapshot_every": partial(rank_settings.check_cadence, of_snapshots=True),
     "slurm_client": rank_settings.check_slurm_client,
     "metrics_port": rank_settings.parse_metrics_port,
 }
@@ -116,9 +114,7 @@ def checked(setting: Setting, value: Any, where: str, outdated: list[Outdated] |
         _refuse(setting, value, where)
     if (now := value_now(setting.key, value)) != value:
         if outdated is None:
-            raise StepkeeperError(
-                f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`", ExitCode.USAGE
-            )
+            raise UsageError(f"{where}: {setting.key} = {shown(value)}: that is no value any more: set `{now}`")
         outdated.append(Outdated(key=setting.key, where=where, instead=f"`{now}` applies; set that"))
         value = now
     if setting.about.choices and value not in setting.about.choices:
@@ -155,7 +151,7 @@ def _refuse_no_row(setting: Setting, value: Value, where: str) -> None:
     try:
         causes.parse_ladder(value)
     except causes.LadderError as error:
-        raise StepkeeperError(f"{where}: {setting.key} = {shown(value)}: {error}", ExitCode.USAGE) from None
+        raise UsageError(f"{where}: {setting.key} = {shown(value)}: {error}") from None
 
 
 def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
@@ -168,13 +164,11 @@ def _refuse_unreadable(setting: Setting, value: Value, where: str) -> None:
     except ValueError as error:
         said = clean(str(error))
         said = said if len(said) <= SAID_MAX else said[:SAID_MAX] + "…"
-        raise StepkeeperError(f"{where}: {setting.key}: {said}", ExitCode.USAGE) from None
+        raise UsageError(f"{where}: {setting.key}: {said}") from None
 
 
 def _refuse(setting: Setting, value: object, where: str) -> NoReturn:
-    raise StepkeeperError(
-        f"{where}: {setting.key} = {shown(value)}: {setting.wanted} is wanted", ExitCode.USAGE
-    ) from None
+    raise UsageError(f"{where}: {setting.key} = {shown(value)}: {setting.wanted} is wanted") from None
 
 
 def shown(value: object) -> str:
@@ -202,9 +196,8 @@ def known(key: str, where: str) -> Setting:
     if key in SETTINGS:
         return SETTINGS[key]
     refuse_removed(key, where)
-    raise StepkeeperError(
-        f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all",
-        ExitCode.USAGE,
+    raise UsageError(
+        f"{where}: `{shown(key)}` is not known{nearest(key, SETTINGS)}; `stepkeeper run --print-config` shows all"
     )
 
 
@@ -215,7 +208,7 @@ def refuse_removed(key: str, where: str) -> None:
         StepkeeperError: it was one.
     """
     if key in REMOVED:
-        raise StepkeeperError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}", ExitCode.USAGE)
+        raise UsageError(f"{where}: `{key}` is no setting any more: {REMOVED[key]}")
 
 
 def passed_over(key: str, value: object, where: str, outdated: list[Outdated] | None) -> bool:

@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.cli.printing import size
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.node_agent.kernel import users_may_write
 from stepkeeper.node_agent.xid.parse import SYSCTL
 from stepkeeper.slurm.client import SlurmError, is_unconfigured, parse_config
@@ -124,7 +123,7 @@ def _named(wanted: str, partitions: tuple[Partition, ...]) -> tuple[Partition, .
     known = {each.name: each for each in partitions}
     names = wanted.split(",")
     if missing := [name for name in names if name not in known]:
-        raise StepkeeperError(f"no partition {missing[0]!r} here; there are: {', '.join(known)}", ExitCode.USAGE)
+        raise UsageError(f"no partition {missing[0]!r} here; there are: {', '.join(known)}")
     return tuple(known[name] for name in names)
 
 

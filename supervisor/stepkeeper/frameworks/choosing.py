@@ -102,11 +102,12 @@ def judge(framework: Framework, step: Step, how: How) -> Judged:
         notes += [note for note in deep.notes if note not in notes]
         if deep.problems:
             return Judged(step, number, State.TORN, deep.problems, tuple(notes), contents, deep)
-    if reason := framework.resumable(contents):
-        return Judged(step, number, State.NOT_RESUMABLE, (reason,), tuple(notes), contents, deep)
+    if contents.not_resumable:
+        return Judged(step, number, State.NOT_RESUMABLE, (contents.not_resumable,), tuple(notes), contents, deep)
     state = State.VERIFIED if how.deep else State.COMPLETE
-    resume, finished = framework.resume(step, contents), framework.finished(contents)
-    change = framework.may_change_world(contents)
+    resume = framework.resume(contents)
+    finished = None if contents.number is None or contents.target is None else contents.number >= contents.target
+    change = contents.world_change or framework.world_change
     return Judged(step, number, state, (), tuple(notes), contents, deep, resume, finished, change)
 
 

@@ -148,7 +148,7 @@ def follow(
         appended=appended or bool(converted_option),
         option=option,
         resume=resume,
-        save=framework.save_door.how,
+        save=framework.how_to_save,
         notice_options=framework.notice_options,
         answers_notice=framework.answers_notice,
         attach_takes=framework.attach_takes,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -24,29 +23,12 @@ class Kind(Enum):
     PLAIN = "file"  # was parsed, or has no structure that can be checked
 
 
-class Door(Enum):
-    """How a save can be asked for from outside the training script."""
-
-    SIGNAL = "signal"
-    CALLBACK = "callback"
-    CALL = "call in the script"
-    NONE = "none"
-
-
 class WorldChange(Enum):
     """Whether another number of ranks can resume from a checkpoint."""
 
     YES = "any number of ranks"
     NO = "as many ranks as saved it"
     SCRIPT = "as the script loads it"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveDoor:
-    """How to ask a framework for a save, and what to know about it."""
-
-    door: Door
-    how: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +55,9 @@ class Contents:
     """What an adapter found in a checkpoint without reading tensors."""
 
     tree: Tree
-    number: int | None = None
-    world_size: int | None = None
+    step: Step
+    number: int | None
+    world_size: int | None
     parts: dict[str, Part] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -136,10 +119,9 @@ class Framework(Protocol):
 
     name: str  # as `--framework` takes it
     title: str
-    rule: str  # when a checkpoint counts as complete, for people
     imports: tuple[str, ...]  # modules whose import in a script shows this framework
     commands: tuple[str, ...]  # words of a command that show it
-    save_door: SaveDoor
+    how_to_save: str  # how it is asked for a save, and what to know about that
     step_name: re.Pattern[str] | None = None  # of a checkpoint's directory; group 1 is the step; None: `is_step` tells
     folder: str = ""  # below the directory of the checkpoints, in which they are where a script says nothing
     writes: Writes = OWN_WRITES
@@ -192,25 +174,17 @@ class Framework(Protocol):
         Raises:
             OSError: it cannot be listed.
         """
-        contents = Contents(Tree(step.path), step.number, world_size)
-        self.look(contents, step)
+        contents = Contents(Tree(step.path), step, step.number, world_size)
+        self.look(contents)
         return contents
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Add the parts of a checkpoint, and what is wrong with them."""
         ...
 
-    def resumable(self, contents: Contents) -> str:
-        """Return why training cannot go on from a complete checkpoint; empty: it can."""
-        return contents.not_resumable
-
-    def resume(self, step: Step, contents: Contents) -> Resume:
+    def resume(self, contents: Contents) -> Resume:
         """Return how to resume from a checkpoint."""
         ...
-
-    def may_change_world(self, contents: Contents) -> WorldChange:
-        """Return which numbers of ranks can resume from a checkpoint."""
-        return contents.world_change or self.world_change
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:  # noqa: ARG002
         """Return the files that name this checkpoint where the framework resumes from it, and what they hold then.
@@ -241,26 +215,20 @@ class Framework(Protocol):
         """Return the highest step that the names below a directory show; None: they show none.  Raises OSError."""
         return max((step.number for step in self.list_steps(root) if step.number is not None), default=None)
 
-    def finished(self, contents: Contents) -> bool | None:
-        """Tell whether a checkpoint is the end of its training; None: it does not say."""
-        if contents.number is None or contents.target is None:
+    def beside(self, step: Step) -> Step | None:
+        """Return the checkpoint before one in its directory, by their numbers; for the first, the one after it.
+
+        Both are of one training, as a rule: what one has and the other lacks was lost.  Where the script has changed
+        instead, only the first checkpoint behind the change is judged by the old ones.  Raises OSError.
+        """
+        if step.number is None:
             return None
-        return contents.number >= contents.target
-
-
-def beside(step: Step, steps: Sequence[Step]) -> Step | None:
-    """Return the checkpoint before one in its directory, by their numbers; for the first, the one after it.
-
-    Both are of one training, as a rule: what one has and the other lacks was lost.  Where the script has changed
-    instead, only the first checkpoint behind the change is judged by the old ones.
-    """
-    if step.number is None:
-        return None
-    others = [(each.number, each) for each in steps if each.number is not None and each.path != step.path]
-    older = [pair for pair in others if pair[0] <= step.number]
-    if older:
-        return max(older, key=lambda pair: pair[0])[1]
-    return min(others, key=lambda pair: pair[0])[1] if others else None
+        steps = self.list_steps(step.path.parent)
+        others = [(each.number, each) for each in steps if each.number is not None and each.path != step.path]
+        older = [pair for pair in others if pair[0] <= step.number]
+        if older:
+            return max(older, key=lambda pair: pair[0])[1]
+        return min(others, key=lambda pair: pair[0])[1] if others else None
 
 
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
@@ -282,8 +250,3 @@ DIGITS_MAX = 18  # a step that is longer is no step
 def _number(match: re.Match[str]) -> int | None:
     text = match[1] if match.re.groups else ""
     return int(text) if text and text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
-
-
-def quoted(arguments: Sequence[str]) -> str:
-    """Return arguments as a shell would take them."""
-    return shlex.join(arguments)

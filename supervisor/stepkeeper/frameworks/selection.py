@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stepkeeper.config import resolve
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks import recognise
 from stepkeeper.frameworks.adapters.generic import Generic, Patterns
 from stepkeeper.frameworks.framework import Framework
@@ -49,14 +48,12 @@ def named(name: str, where: str, frameworks: Mapping[str, Framework], patterns: 
         StepkeeperError: there is none of this name, or its patterns are missing.
     """
     if name not in frameworks:
-        raise StepkeeperError(
-            f"{where}: {name!r} is no framework that is known; known are {AUTO}, {NONE}, {', '.join(frameworks)}",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{where}: {name!r} is no framework that is known; known are {AUTO}, {NONE}, {', '.join(frameworks)}"
         )
     if name == "generic" and patterns is None:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: generic needs the patterns of [framework.generic] in a configuration file "
-            "(~/.config/stepkeeper/config.toml)",
-            ExitCode.USAGE,
+            "(~/.config/stepkeeper/config.toml)"
         )
     return Finding(frameworks[name], f"{where} names it")

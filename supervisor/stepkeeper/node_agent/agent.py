@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import structlog
-
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import Clock
 from stepkeeper.node_agent import evaluate, ledger, nvml, protocol, setup
 from stepkeeper.node_agent.config import NodeConfig
@@ -67,7 +66,7 @@ class Agent:
         catalogue: Catalogue,
         client: NodeCommands,
         systemd: Systemd,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self.config = config
         self.policy = config.policy

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.node_agent import protocol
 from stepkeeper.node_agent.core.state import Limits, Mode, Policy
 from stepkeeper.node_agent.kernel import DEVICE
@@ -137,7 +136,7 @@ class NodeConfig(_Table, frozen=True, kw_only=True):
         try:
             return path.read_text().strip()
         except OSError as error:
-            raise StepkeeperError(f"{path}: {error.strerror}: no boot id", ExitCode.USAGE) from error
+            raise UsageError(f"{path}: {error.strerror}: no boot id") from error
 
 
 def load(path: Path | None) -> NodeConfig:
@@ -152,10 +151,10 @@ def load(path: Path | None) -> NodeConfig:
         config = parse(read_plain(chosen), str(chosen))
     except FileNotFoundError as error:
         if path is not None:
-            raise StepkeeperError(f"{path}: no such file", ExitCode.USAGE) from error
+            raise UsageError(f"{path}: no such file") from error
         config = NodeConfig()
     except OSError as error:
-        raise StepkeeperError(f"{chosen}: {error.strerror}", ExitCode.USAGE) from error
+        raise UsageError(f"{chosen}: {error.strerror}") from error
     own_rows = str(SITE_FILE) if os.path.lexists(SITE_FILE) else ""
     for name, used in (("catalogue", own_rows), ("slurm_bin", config.slurm_bin), ("slurm_conf", config.slurm_conf)):
         if used:
@@ -174,7 +173,7 @@ def _trust(name: str, path: Path) -> None:
         if path.is_dir():
             _refuse_changeable(*(each for each in (path / "scontrol", path / "sinfo") if each.exists()))
     except OSError as error:
-        raise StepkeeperError(f"{name}: {path}: {error.strerror}", ExitCode.USAGE) from error
+        raise UsageError(f"{name}: {path}: {error.strerror}") from error
 
 
 def _refuse_changeable(*paths: Path, follow: bool = True) -> None:
@@ -182,9 +181,7 @@ def _refuse_changeable(*paths: Path, follow: bool = True) -> None:
     for checked in paths:
         status = os.stat(checked) if follow or checked != paths[-1] else os.lstat(checked)
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StepkeeperError(
-                f"{checked}: others may change it, and it decides about drains: chown root, chmod go-w", ExitCode.USAGE
-            )
+            raise UsageError(f"{checked}: others may change it, and it decides about drains: chown root, chmod go-w")
 
 
 def parse(data: bytes, name: str) -> NodeConfig:
@@ -192,16 +189,15 @@ def parse(data: bytes, name: str) -> NodeConfig:
     try:
         document = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{name}: {error}") from error
     _pass_over_constants(name, document)
     try:
         config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
-        raise StepkeeperError(f"{name}: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{name}: {error}") from error
     if config.remedies.reboot and not config.remedies.undrain:
-        raise StepkeeperError(
-            f"{name}: remedies.reboot needs remedies.undrain: Slurm itself returns a node that it rebooted",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{name}: remedies.reboot needs remedies.undrain: Slurm itself returns a node that it rebooted"
         )
     return config
 
@@ -222,9 +218,8 @@ def _pass_over_constants(name: str, document: dict[str, Any]) -> None:
     for (*tables, key), constant in constants.items():
         table = document.get(tables[0], {}) if tables else document
         if isinstance(table, dict) and key in table and table.pop(key) != constant:
-            raise StepkeeperError(
-                f"{name}: `{'.'.join((*tables, key))}` is a constant since 1.0: {json.dumps(constant)}; leave it out",
-                ExitCode.USAGE,
+            raise UsageError(
+                f"{name}: `{'.'.join((*tables, key))}` is a constant since 1.0: {json.dumps(constant)}; leave it out"
             )
     if document.get("limits") == {}:
         del document["limits"]

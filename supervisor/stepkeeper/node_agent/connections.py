@@ -12,8 +12,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
-import structlog
 
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import RateLimiter
 from stepkeeper.node_agent.protocol import MESSAGE_BYTES_MAX, Credentials
 
@@ -75,7 +75,7 @@ class RateLimiters:
 class BoundedLog:
     """Logs what users cause, at a bounded rate; the lines left out are counted in the next one."""
 
-    def __init__(self, log: structlog.typing.FilteringBoundLogger, limits: Limits) -> None:
+    def __init__(self, log: Log, limits: Limits) -> None:
         self._log = log
         self._all = RateLimiter(*limits.log_lines)
         self._each = RateLimiters(limits.log_lines_per_uid, limits.uids_max)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 import msgspec
-import structlog
 
 from stepkeeper.core.events import JobState
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent.core.plan import fraction
 from stepkeeper.slurm.client import OwnedJob, SlurmError
@@ -181,7 +181,7 @@ class RequeueExpediter:
     def __init__(
         self,
         client: NodeCommands,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
         *,
         give_up_s: float = GIVE_UP_S,
         poll_s: float = POLL_S,

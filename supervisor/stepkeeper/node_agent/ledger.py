@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent.core.incidents import forget
 from stepkeeper.node_agent.core.plan import pending, waits_for_crowd
@@ -119,9 +118,9 @@ def read(path: Path) -> Book:
         for raw in lines.forwards(file):
             if not raw:
                 continue
-            try:
-                book.take(_decoder.decode(raw))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            if (line := lines.parsed(_decoder, raw)) is not None:
+                book.take(line)
+            else:
                 book.unreadable += 1
     return book
 
@@ -136,12 +135,9 @@ def own_directory(path: Path) -> None:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise StepkeeperError(f"{path}: {error.strerror}: the agent cannot use it", ExitCode.USAGE) from error
+        raise UsageError(f"{path}: {error.strerror}: the agent cannot use it") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise StepkeeperError(
-            f"{path}: must be a directory, no link, owned by the agent's user and writable by nobody else",
-            ExitCode.USAGE,
-        )
+        raise UsageError(f"{path}: must be a directory, no link, owned by the agent's user and writable by nobody else")
 
 
 class Ledger:

@@ -19,6 +19,7 @@ import msgspec
 from stepkeeper.isolation import flags
 from stepkeeper.node_agent import readings
 from stepkeeper.node_agent.readings import Begins, FromChild, GpuHealth, NvmlState, NvmlStatus, Reading, Stoppable
+from stepkeeper.run_store.lines import parsed
 
 COMMAND = ("-m", "stepkeeper.node_agent.nvml_child")
 STARTING = "start of the NVML process"
@@ -132,9 +133,9 @@ class _Child:
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest if len(rest) <= readings.LINE_BYTES_MAX else b""
         for line in lines:
-            try:
-                yield readings.decoder.decode(line)
-            except readings.UNREADABLE:  # a library's own words on standard output: for people
+            if (message := parsed(readings.decoder, line)) is not None:
+                yield message
+            else:  # a library's own words on standard output: for people
                 self.words = (self.words + line + b"\n")[-STDERR_BYTES:]
 
     def end(self) -> int | None:

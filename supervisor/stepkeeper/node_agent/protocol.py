@@ -23,13 +23,14 @@ from typing import Self, TypeVar
 import msgspec
 
 from stepkeeper.node_agent.xid.catalogue import Action, Domain
+from stepkeeper.run_store.lines import parsed
 from stepkeeper_trainer.formats.messages import fitted
+from stepkeeper_trainer.formats.plain import MismatchError, decode
 
 MESSAGE_BYTES_MAX = 4096
 EXCLUDE_MAX = 64  # nodes in one `ExpediteRequeue`
 DEFAULT_SOCKET = "/run/stepkeeper/agent.sock"  # %N stands for the node's name
 SOCKET_VARIABLE = "STEPKEEPER_AGENT_SOCKET"
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -128,21 +129,18 @@ def encode(message: ToAgent | FromAgent) -> bytes:
 
 
 def decode_to_agent(packet: bytes) -> ToAgent | None:
-    """Parse what a user sent; None for a type that this version does not know.  Raises one of `UNREADABLE`."""
+    """Parse what a user sent; None for a type that this version does not know.  Raises DecodeError."""
     try:
-        return _to_agent.decode(packet)
-    except msgspec.ValidationError:
-        if _tag.decode(packet).type in _KNOWN_TO_AGENT:
+        return decode(_to_agent, packet)
+    except MismatchError:
+        if decode(_tag, packet).type in _KNOWN_TO_AGENT:
             raise
         return None
 
 
 def decode_from_agent(packet: bytes) -> FromAgent | None:
     """Parse what the agent sent; None for what this version does not know."""
-    try:
-        return _from_agent.decode(packet)
-    except UNREADABLE:
-        return None
+    return parsed(_from_agent, packet)
 
 
 # A watcher's or supervisor's side of the agent's socket.  Light: watchers import it.
@@ -178,16 +176,8 @@ class AgentAbsentError(AgentError):
     """No agent listens there: a site without it, or it restarts."""
 
 
-class AgentUntrustedError(AgentError):
-    """Somebody else listens there."""
-
-
 class AgentGoneError(AgentError):
     """The connection is over: connect again later."""
-
-
-class AgentSilentError(AgentError):
-    """No answer in time."""
 
 
 class AgentRefusedError(AgentError):
@@ -216,7 +206,7 @@ class AgentClient:
 
         Raises:
             AgentAbsentError: nobody listens there, or it does not take the connection in time.
-            AgentUntrustedError: the listener is not root's.
+            AgentError: the listener is not root's.
         """
         self._kept: deque[FromAgent] = deque(maxlen=KEPT_MAX)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -249,7 +239,7 @@ class AgentClient:
     def _check(self, path: str, trusted_uid: int) -> None:
         uid = credentials(self._socket).uid  # of the process that called listen
         if uid != trusted_uid:
-            raise AgentUntrustedError(f"{path}: uid {uid} listens there, not {trusted_uid}: not the node agent")
+            raise AgentError(f"{path}: uid {uid} listens there, not {trusted_uid}: not the node agent")
 
     def fileno(self) -> int:
         """For select."""
@@ -282,12 +272,12 @@ class AgentClient:
 
         Raises:
             AgentGoneError: the connection is over.
-            AgentSilentError: the agent has not read what was sent before.
+            AgentError: the agent has not read what was sent before.
         """
         try:
             self._socket.send(encode(message), socket.MSG_NOSIGNAL)
         except BlockingIOError as error:
-            raise AgentSilentError("the node agent does not read") from error
+            raise AgentError("the node agent does not read") from error
         except OSError as error:
             while self._take():  # a refusal may have come before the end, which this raises
                 pass
@@ -330,7 +320,7 @@ class AgentClient:
                     raise AgentRefusedError(newest)
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
-                raise AgentSilentError(f"no answer to `{_what(message)}` in {within_s:g} s")
+                raise AgentError(f"no answer to `{_what(message)}` in {within_s:g} s")
             poll.poll(left_s * 1000 + 1)
 
     def _take(self) -> bool:
@@ -361,7 +351,7 @@ def connect(environment: Mapping[str, str], node: str) -> AgentClient | None:
     """Return a connection to this node's agent, or None on a node without one.
 
     Raises:
-        AgentUntrustedError: somebody else listens in its place.
+        AgentError: somebody else listens in its place.
     """
     path = socket_path(environment, node)
     if not os.path.exists(path):

@@ -132,11 +132,9 @@ class Begins(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
 
 FromChild = Reading | Begins
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.json.Encoder()
 decoder: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
-"""Of a line; raises one of `UNREADABLE`."""
 
 
 def encode(message: FromChild) -> bytes:

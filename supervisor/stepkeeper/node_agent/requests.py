@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
-import structlog
-
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import RateLimiter, thread
 from stepkeeper.node_agent import protocol
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Limits, RateLimiters, job_of
@@ -85,7 +84,7 @@ class Requests:
         expediter: RequeueExpediter,
         on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
         refusals: BoundedLog,
         limits: Limits,
         on_failure: Callable[[BaseException], None],

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import msgspec
-import structlog
 
 from stepkeeper import __version__, loop_tools
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
+from stepkeeper.log import Log
 from stepkeeper.node_agent import evaluate, kernel
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.core import events as on
@@ -27,7 +26,7 @@ from stepkeeper.node_agent.kernel import KernelLog, Position
 from stepkeeper.node_agent.nvml import NvmlProcess
 from stepkeeper.node_agent.protocol import Seen
 from stepkeeper.node_agent.readings import Reading
-from stepkeeper.node_agent.server import AgentSocket, PlaceError
+from stepkeeper.node_agent.server import AgentSocket
 from stepkeeper.slurm.client import NodeFacts, SlurmError
 from stepkeeper.slurm.nodes import NodeCommands
 
@@ -59,9 +58,7 @@ class Systemd:
             try:
                 import sdnotify  # noqa: PLC0415 - only here, and only below systemd
             except ImportError as error:
-                raise StepkeeperError(
-                    "systemd waits for a word (Type=notify): pip install sdnotify", ExitCode.USAGE
-                ) from error
+                raise UsageError("systemd waits for a word (Type=notify): pip install sdnotify") from error
             self._notifier = sdnotify.SystemdNotifier()
             self._notifier.socket.settimeout(0)  # a systemd that does not listen must not stop the loop
         microseconds = os.environ.get("WATCHDOG_USEC", "")
@@ -135,7 +132,7 @@ class Sources:
         on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self._config = config
         self._inbox = inbox
@@ -170,10 +167,7 @@ class Sources:
         Raises:
             StepkeeperError: the socket's place is taken or not safe.
         """
-        try:
-            self.socket.start()
-        except PlaceError as error:
-            raise StepkeeperError(str(error), ExitCode.USAGE) from error
+        self.socket.start()
         self._kernel_log.start()
         self.resume_nvml()
         self._evidence.start()

@@ -16,14 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import structlog
-
+from stepkeeper.errors import UsageError
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import reraise, thread
 from stepkeeper.node_agent import expedite_requeue
 from stepkeeper.node_agent.connections import ROOT, BoundedLog, Connection, Door, EndedError, Limits
-from stepkeeper.node_agent.protocol import UNREADABLE, FromAgent, Refused, Seen, credentials, decode_to_agent, encode
+from stepkeeper.node_agent.protocol import FromAgent, Refused, Seen, credentials, decode_to_agent, encode
 from stepkeeper.node_agent.requests import Requests
 from stepkeeper.slurm.nodes import NodeCommands
+from stepkeeper_trainer.formats.plain import DecodeError
 
 ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.05  # of accepting, when there are too many or no descriptors are left
@@ -47,7 +48,7 @@ class AgentSocket:
         client: NodeCommands,
         on_look: Callable[[], None],
         open_incidents: Callable[[], list[Seen]],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
         limits: Limits | None = None,
         version: str = "",
         on_failure: Callable[[BaseException], object] = reraise,
@@ -259,7 +260,7 @@ class AgentSocket:
             raise EndedError("too many messages")
         try:
             message = decode_to_agent(packet)
-        except UNREADABLE as error:
+        except DecodeError as error:
             raise EndedError("a message that cannot be read") from error
         if message is not None:
             self._requests.handle(connection, message, now)
@@ -308,7 +309,7 @@ PATH_BYTES_MAX = 100  # of 107 that the kernel takes: the name is longer while t
 MODE = 0o666  # anybody may connect: the kernel says who it is
 
 
-class PlaceError(Exception):
+class PlaceError(UsageError):
     """The socket cannot be put there safely."""
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from stepkeeper.doctor.site import Finding, Level, users_log
+from stepkeeper.log import Log
 from stepkeeper.node_agent import nvml
 from stepkeeper.node_agent.config import NodeConfig, Test
 from stepkeeper.node_agent.core.plan import fraction
@@ -314,7 +314,7 @@ class SetupWatch:
         client: NodeCommands,
         *,
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
         stopped: threading.Event,
         on_change: Callable[[], None],
         on_answer: Callable[[], None],

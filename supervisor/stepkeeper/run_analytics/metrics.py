@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from stepkeeper import __version__
 from stepkeeper.config.rank_settings import parse_metrics_port
@@ -23,6 +22,7 @@ from stepkeeper.core.causes import Cause, Notice
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.losses import DISCONTINUITY, NOT_FINITE, SPIKE
 from stepkeeper.core.state import Phase
+from stepkeeper.log import Log
 from stepkeeper.run_store.journal import JournalWriter, Record
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.run_store.status import Status
@@ -324,7 +324,7 @@ def exported(
     status: Callable[[], Status],
     *,
     now: Callable[[], float],
-    log: structlog.typing.FilteringBoundLogger,
+    log: Log,
 ) -> Iterator[None]:
     """Give the metrics out while the supervisor runs.  What cannot be done is logged, and training goes on."""
 

@@ -25,8 +25,7 @@ import msgspec
 
 from stepkeeper import __version__
 from stepkeeper.cli import printing
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.run_analytics import reading, serving
 from stepkeeper.run_analytics.follow import Look, leaving
 from stepkeeper.run_analytics.glance import Glance
@@ -225,11 +224,9 @@ def listen(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None)
         return serving.Server(where, Handler, callers_max=CALLERS_MAX), token
     except OSError as error:
         what = f"--socket {socket_path}" if socket_path is not None else f"--port {port}"
-        raise StepkeeperError(
-            f"{what}: {error.strerror or error}; name another one, or none for a free port", ExitCode.USAGE
-        ) from error
+        raise UsageError(f"{what}: {error.strerror or error}; name another one, or none for a free port") from error
     except OverflowError as error:
-        raise StepkeeperError(f"--port {port}: a port is a number from 1 to 65535", ExitCode.USAGE) from error
+        raise UsageError(f"--port {port}: a port is a number from 1 to 65535") from error
 
 
 def serve(run: RunDirectory, *, port: int = 0, socket_path: Path | None = None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import NotFoundError, StepkeeperError
 from stepkeeper.run_store import lines, submission
 from stepkeeper.run_store import status as status_file
 from stepkeeper.run_store.paths import RunDirectory
@@ -85,7 +85,7 @@ def find(wanted: str | None, environment: Mapping[str, str]) -> RunDirectory:
     if JOB.fullmatch(wanted):
         return _safe(_of_job(wanted, environment))
     what = "not a directory" if path.exists() else "no such directory, and no job id"
-    raise StepkeeperError(f"{wanted}: {what}; RUN is a run directory or the number of a job", ExitCode.NOTHING_FOUND)
+    raise NotFoundError(f"{wanted}: {what}; RUN is a run directory or the number of a job")
 
 
 def is_job(wanted: str) -> bool:
@@ -117,25 +117,20 @@ def _safe(run: RunDirectory) -> RunDirectory:
     return run
 
 
-def looks_like_run(path: Path) -> bool:
-    """Tell whether a directory has a part of a run."""
-    return _is_run(path)
-
-
 def every(environment: Mapping[str, str]) -> list[RunDirectory]:
     """Return all runs that can be found: below `runs/`, and those that this account has started; the newest first.
 
     Raises:
         OSError: `runs/` cannot be read.
     """
-    found = {resolved(path) for path in (*_runs_below(), *registered(environment)) if _is_run(path)}
+    found = {resolved(path) for path in (*_runs_below(), *registered(environment)) if is_run(path)}
     return [RunDirectory(path) for path in sorted(found, key=_changed_at, reverse=True)]
 
 
 def is_here(environment: Mapping[str, str]) -> bool:
     """Tell whether one stands in a run directory, or STEPKEEPER_RUN_DIR names one."""
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    return _is_run(Path()) or bool(named and "%" not in named and _is_run(Path(named)))
+    return is_run(Path()) or bool(named and "%" not in named and is_run(Path(named)))
 
 
 def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
@@ -146,14 +141,12 @@ def checkpoints(wanted: str, environment: Mapping[str, str]) -> Path:
         OSError: a directory cannot be read.
     """
     path = Path(wanted)
-    if path.is_dir() and not _is_run(path):
+    if path.is_dir() and not is_run(path):
         names = os.listdir(path)
         if path.name == "checkpoints" or LINEAGE_NAME in names or any(map(_is_step, names)):
             return _followed(path)
-        raise StepkeeperError(
-            f"{wanted}: neither a run directory nor one with step directories; "
-            "name a run directory or its checkpoints/",
-            ExitCode.NOTHING_FOUND,
+        raise NotFoundError(
+            f"{wanted}: neither a run directory nor one with step directories; name a run directory or its checkpoints/"
         )
     return resolved(find(wanted, environment).checkpoints)
 
@@ -167,9 +160,7 @@ def step_directory(wanted: str) -> Path:
     path = Path(wanted)
     if not path.is_dir():
         what = "not a directory" if os.path.lexists(path) else "no such directory"
-        raise StepkeeperError(
-            f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}", ExitCode.NOTHING_FOUND
-        )
+        raise NotFoundError(f"{wanted}: {what}; name a step directory, such as RUN/checkpoints/{step_name(100)}")
     return _followed(path)
 
 
@@ -202,33 +193,29 @@ def _is_step(name: str) -> bool:
     return parse_step_name(name) is not None
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Tell whether a directory has a part of a run."""
     return any((path / part).exists() for part in _PARTS)
 
 
 def _at(path: Path) -> RunDirectory:
-    if not _is_run(path):
-        raise StepkeeperError(
-            f"{path}: not a run directory: it has none of {', '.join(_PARTS)}", ExitCode.NOTHING_FOUND
-        )
+    if not is_run(path):
+        raise NotFoundError(f"{path}: not a run directory: it has none of {', '.join(_PARTS)}")
     return RunDirectory(resolved(path))
 
 
 def _here(environment: Mapping[str, str]) -> RunDirectory:
-    if _is_run(Path()):
+    if is_run(Path()):
         return RunDirectory(Path.cwd())
     named = environment.get("STEPKEEPER_RUN_DIR", "")
-    if named and "%" not in named and _is_run(Path(named)):
+    if named and "%" not in named and is_run(Path(named)):
         return RunDirectory(resolved(Path(named)))
-    if runs := [run for run in _runs_below() if _is_run(run)]:
+    if runs := [run for run in _runs_below() if is_run(run)]:
         return RunDirectory(resolved(max(runs, key=_changed_at)))
     searched = ["the working directory", f"{RUNS_NAME}/ in it"]
     if named:
         searched.insert(1, f"STEPKEEPER_RUN_DIR ({named})")
-    raise StepkeeperError(
-        f"no run found; searched {', '.join(searched)}; name a run directory or a job id",
-        ExitCode.NOTHING_FOUND,
-    )
+    raise NotFoundError(f"no run found; searched {', '.join(searched)}; name a run directory or a job id")
 
 
 def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
@@ -240,8 +227,8 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     saying = [run for run in candidates if job in _jobs(run)]
     if not saying and job.isdigit():
         saying = [run for run in candidates if worked_on(run, int(job))]
-    called = [run for run in candidates if run.name.endswith(f"-{job}") and _is_run(run)]
-    if found := saying or called or [run for run in meant if _is_run(run)]:
+    called = [run for run in candidates if run.name.endswith(f"-{job}") and is_run(run)]
+    if found := saying or called or [run for run in meant if is_run(run)]:
         return RunDirectory(resolved(max(found, key=_changed_at)))
     searched = [
         f"{RUNS_NAME}/*-{job}",
@@ -250,10 +237,9 @@ def _of_job(job: str, environment: Mapping[str, str]) -> RunDirectory:
     ]
     if named:
         searched.insert(0, f"STEPKEEPER_RUN_DIR ({named})")
-    raise StepkeeperError(
+    raise NotFoundError(
         f"job {job}: no run directory found below {Path.cwd()}; searched {', '.join(searched)}; "
-        f"go to the submit directory, or name the run directory; `squeue -j {job}` shows whether it waits in the queue",
-        ExitCode.NOTHING_FOUND,
+        f"go to the submit directory, or name the run directory; `squeue -j {job}` shows whether it waits in the queue"
     )
 
 

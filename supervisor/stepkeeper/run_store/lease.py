@@ -109,6 +109,9 @@ class Rescued(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
+_rescued = msgspec.json.Decoder(Rescued)
+
+
 def read_rescues(run_directory: Path) -> Iterator[Rescued]:
     """Return the rescues of a run, oldest first; a line torn by a crash is passed over.
 
@@ -121,7 +124,5 @@ def read_rescues(run_directory: Path) -> Iterator[Rescued]:
         return
     with file:
         for line in lines.forwards(file):
-            try:
-                yield msgspec.json.decode(line, type=Rescued)
-            except (ValueError, RecursionError):
-                continue
+            if (rescued := lines.parsed(_rescued, line)) is not None:
+                yield rescued

@@ -14,17 +14,18 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
 from stepkeeper.redaction import redact
 from stepkeeper_trainer.formats.durable import write_atomically
-from stepkeeper_trainer.formats.plain import open_plain
+from stepkeeper_trainer.formats.plain import DecodeError, decode, open_plain
 
 LINE_BYTES_MAX = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 PASSED_OVER_MAX = 256 * 1024 * 1024  # of one file
+T = TypeVar("T")
 
 
 def forwards(file: BinaryIO, *, holes: bool = False) -> Iterator[bytes]:
@@ -133,6 +134,14 @@ def _pass_over(file: BinaryIO, count: int) -> int:
     if count > PASSED_OVER_MAX:
         raise OSError(errno.EFBIG, f"{PASSED_OVER_MAX} bytes of it are no lines: it is damaged", file.name)
     return count
+
+
+def parsed(decoder: msgspec.json.Decoder[T], data: bytes) -> T | None:
+    """Return what a line says; None where it is torn, of a newer version, or stray output."""
+    try:
+        return decode(decoder, data)
+    except DecodeError:
+        return None
 
 
 def encode(record: msgspec.Struct | dict[str, Any]) -> bytes:

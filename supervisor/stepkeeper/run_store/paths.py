@@ -18,7 +18,7 @@ from typing import TextIO
 import xxhash
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper_trainer.formats import collectives
 from stepkeeper_trainer.formats.alone import Shared, is_replaceable, why_not_alone
 
@@ -97,20 +97,19 @@ def expand_pattern(pattern: str, environment: Mapping[str, str]) -> Path:
         name = _FIELDS.get(letter)
         if name is None:
             known = ", ".join(f"%{known}" for known in _FIELDS)
-            raise StepkeeperError(f"--run-dir {pattern}: %{letter} is not known; known are {known}", ExitCode.USAGE)
+            raise UsageError(f"--run-dir {pattern}: %{letter} is not known; known are {known}")
         found = environment.get(name)
         if letter == "A" and found is None:
             found = environment.get("SLURM_JOB_ID")
         if found is None:
-            raise StepkeeperError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set", ExitCode.USAGE)
+            raise UsageError(f"--run-dir {pattern}: %{letter} stands for {name}, which is not set")
         return found.replace("/", "_")
 
     tasks = environment.get("SLURM_ARRAY_TASK_COUNT", "1")
     if tasks not in ("", "1") and not re.search("%[ja]", pattern.replace("%%", "")):
-        raise StepkeeperError(
+        raise UsageError(
             f"--run-dir {pattern}: the {tasks} tasks of this array would share it; "
-            "each is a run of its own: put %a into it, as in runs/%x-%A_%a",
-            ExitCode.USAGE,
+            "each is a run of its own: put %a into it, as in runs/%x-%A_%a"
         )
     path = Path(os.path.expanduser(re.sub(r"%(.)", value, pattern)))
     anchor = environment.get("SLURM_SUBMIT_DIR") or os.getcwd()

@@ -11,7 +11,7 @@ from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import closed_gates
 from stepkeeper.core.state import Phase, State
 from stepkeeper.errors import StepkeeperError
-from stepkeeper_trainer.formats.plain import read_plain
+from stepkeeper_trainer.formats.plain import decode, read_plain
 
 ALIVE_EVERY_S = 5.0  # a supervisor writes the status at least so often
 SILENT_AFTER_S = 20.0  # a status that is older was not renewed: nobody writes it, or the storage hangs
@@ -56,6 +56,9 @@ NO_LIBRARY = (
     "no trainer library has answered so far: steps, losses and checkpoints are not known to Stepkeeper, which "
     "has the script save by a signal and starts it again; where it resumes is up to the script"
 )
+
+
+_decoder = msgspec.json.Decoder(Status)
 
 
 def is_over(path: Path) -> bool:
@@ -122,10 +125,7 @@ def read(path: Path) -> Status | None:
         data = read_plain(path, within=path.parent)
     except FileNotFoundError:
         return None
-    try:
-        return msgspec.json.decode(data, type=Status)
-    except (RecursionError, UnicodeDecodeError) as error:
-        raise msgspec.DecodeError(str(error)) from error
+    return decode(_decoder, data)
 
 
 def known(path: Path) -> Status | None:

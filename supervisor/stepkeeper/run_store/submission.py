@@ -91,12 +91,11 @@ def read(run: Path) -> Submission | None:
         OSError: it cannot be read, or is no plain file.
     """
     try:
-        found = msgspec.json.decode(read_plain(run / NAME, BYTES_MAX, within=run), type=Submission)
+        data = read_plain(run / NAME, BYTES_MAX, within=run)
     except (FileNotFoundError, PermissionError):
         return None
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None  # of a newer version, or torn: it says nothing
-    return found if found.job.replace("_", "", 1).isdigit() else None
+    found = lines.parsed(msgspec.json.Decoder(Submission), data)
+    return found if found is not None and found.job.replace("_", "", 1).isdigit() else None
 
 
 # `attempts/attempt-000/code.json`: what an attempt ran, so that a resume by other code is seen.
@@ -178,9 +177,10 @@ def newest_code_before(run_directory: Path, attempt: int) -> Code | None:
 def read_code(run_directory: Path, attempt: int) -> Code | None:
     """Return what an attempt ran; None where it never got so far, or a newer version wrote the record."""
     try:
-        return msgspec.json.decode(read_plain(_path(run_directory, attempt), within=run_directory), type=Code)
-    except (OSError, msgspec.MsgspecError):
+        data = read_plain(_path(run_directory, attempt), within=run_directory)
+    except OSError:
         return None
+    return lines.parsed(msgspec.json.Decoder(Code), data)
 
 
 def _path(run_directory: Path, attempt: int) -> Path:

@@ -16,9 +16,10 @@ _FORBIDDEN = ("presently disabled", "permission denied", "not permitted", "inval
 class SlurmError(Exception):
     """A call failed: `unreachable` if the controller did not answer, else Slurm refused it."""
 
-    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+    def __init__(self, message: str, *, unreachable: bool = False, no_such_job: bool = False) -> None:
         super().__init__(message)
         self.unreachable = unreachable
+        self._no_such_job = no_such_job
 
     @property
     def forbidden(self) -> bool:
@@ -29,7 +30,7 @@ class SlurmError(Exception):
     @property
     def forgotten(self) -> bool:
         """Whether Slurm knows no such job, or none any more."""
-        return not self.unreachable and "invalid job id" in str(self).lower()
+        return self._no_such_job or (not self.unreachable and "invalid job id" in str(self).lower())
 
 
 def is_unconfigured(error: str) -> bool:

@@ -14,8 +14,7 @@ from enum import Enum
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 
 RESUME_PLACEHOLDER = "{resume}"
 RESUME_OPTION = "--resume-from"
@@ -172,38 +171,33 @@ def require_startable(command: Sequence[str], *, torchrun: bool) -> None:
     """
     for word in command:
         if RESUME_PLACEHOLDER in word and word != RESUME_PLACEHOLDER and not re.search(r"\s", word):
-            raise StepkeeperError(
+            raise UsageError(
                 f"{word}: {RESUME_PLACEHOLDER} stands for two words, `--resume-from DIR`, and for none on the first "
                 f"start; for an option of another name: bash -c 'exec PROGRAM "
-                f"${{{RESUME_VARIABLE}:+--ckpt=${RESUME_VARIABLE}}}'",
-                ExitCode.USAGE,
+                f"${{{RESUME_VARIABLE}:+--ckpt=${RESUME_VARIABLE}}}'"
             )
     if is_own_srun(command):
         return
     if torchrun and kind(command) is Kind.LAUNCHER:
-        raise StepkeeperError(
+        raise UsageError(
             "--torchrun (or the setting `torchrun`) starts one torchrun a node, and CMD starts ranks itself: "
-            "leave out one of the two",
-            ExitCode.USAGE,
+            "leave out one of the two"
         )
     if _name(command[0]) in _BEFORE_COMMANDS and any(_name(word) == "srun" for word in _before_script(command)):
-        raise StepkeeperError(
+        raise UsageError(
             f"CMD starts srun behind `{command[0]}`, and would itself be started once a GPU: let CMD begin with srun, "
-            "and put the rest behind its options, `srun OPTIONS env NAME=VALUE PROGRAM`",
-            ExitCode.USAGE,
+            "and put the rest behind its options, `srun OPTIONS env NAME=VALUE PROGRAM`"
         )
     if program := starts_everywhere(command):
-        raise StepkeeperError(
+        raise UsageError(
             f"{program} starts processes on all nodes, and would be started once a GPU: let srun start them, "
-            "`stepkeeper run -- srun --mpi=pmix OPTIONS PROGRAM` (`srun --mpi=list` shows the kinds)",
-            ExitCode.USAGE,
+            "`stepkeeper run -- srun --mpi=pmix OPTIONS PROGRAM` (`srun --mpi=list` shows the kinds)"
         )
     if any(_name(word) == "srun" for word in shell_words(command) or ()):
-        raise StepkeeperError(
+        raise UsageError(
             "CMD is a shell script that starts srun, and would itself be started once a GPU: give the srun line "
             "itself, `stepkeeper run -- srun OPTIONS PROGRAM`, and put pipes and the like behind it: "
-            "`srun OPTIONS bash -c '...'`",
-            ExitCode.USAGE,
+            "`srun OPTIONS bash -c '...'`"
         )
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from stepkeeper.core.events import JobFacts
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.slurm.client import SlurmError, fold
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ def read_allocation(environment: Mapping[str, str], client: SlurmCommands, tasks
         tasks = 1
         uneven_tasks = shares if in_all.isdigit() and int(in_all) > len(nodes) else ""
     if tasks < 1:
-        raise StepkeeperError("--tasks-per-node is at least 1", ExitCode.USAGE)
+        raise UsageError("--tasks-per-node is at least 1")
     per_task = environment.get("SLURM_CPUS_PER_TASK", "")
     cpus: int | None
     on_nodes = re.findall(r"(?:^|,)(\d+)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))  # such as 8,2(x3)

@@ -39,15 +39,6 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     no_such_job: bool = False
 
 
-class _NoSuchJobError(SlurmError):
-    """Slurm has forgotten the job, or never knew it."""
-
-    @property
-    def forgotten(self) -> bool:
-        """It is what this error says."""
-        return True
-
-
 class _ChildDiedError(SlurmError):
     """The process ended instead of answering: whether an order was carried out is not known."""
 
@@ -213,8 +204,8 @@ class PyslurmClient(SlurmCommands):
         answer = msgspec.json.decode(line, type=_Answer)
         if answer.error is None:
             return answer.result
-        kind = _NoSuchJobError if answer.no_such_job else SlurmError
-        raise kind(f"{name}: {answer.error}", unreachable=answer.unreachable)
+        said = f"{name}: {answer.error}"
+        raise SlurmError(said, unreachable=answer.unreachable, no_such_job=answer.no_such_job)
 
 
 # Which Slurm client: Slurm's commands, which fit every Slurm, or pyslurm where it was asked for and fits.

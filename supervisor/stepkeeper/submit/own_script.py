@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks.recognise import AUTO, NONE
 from stepkeeper.frameworks.script import Script, last_name, parse
 from stepkeeper.slurm import cmd
@@ -169,17 +168,15 @@ def require_startable(found: Found, *, torchrun: bool) -> None:
         StepkeeperError: which line does, and what to write instead.
     """
     if found.starts_everywhere:
-        raise StepkeeperError(
+        raise UsageError(
             f"{found.starts_everywhere}, and would itself be started once a GPU: give that line as CMD, `stepkeeper "
             "run -- srun OPTIONS PROGRAM`, and leave what comes before it to the batch script (`stepkeeper submit "
-            "--setup LINE`)",
-            ExitCode.USAGE,
+            "--setup LINE`)"
         )
     if torchrun and found.starts_ranks:
-        raise StepkeeperError(
+        raise UsageError(
             f"--torchrun (or the setting `torchrun`) starts one torchrun a node, and {found.starts_ranks}: leave out "
-            "one of the two",
-            ExitCode.USAGE,
+            "one of the two"
         )
 
 

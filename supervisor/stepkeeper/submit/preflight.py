@@ -10,7 +10,7 @@ from pathlib import Path
 from stepkeeper.cli.printing import duration
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.run_store import paths
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.submit.sbatch import SLURM_LATE_S
@@ -119,9 +119,8 @@ def require_room(limit_s: float, notice_s: float, where: str) -> None:
         StepkeeperError: each attempt would save and requeue itself as soon as it had started.
     """
     if limit_s <= notice_s + SLURM_LATE_S:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: the time limit of an attempt is {duration(limit_s)}, and {duration(notice_s)} before its end "
             f"(give or take {SLURM_LATE_S} s, Slurm is not exact) it saves and requeues itself: nothing is left for "
-            "training; ask for more with -t, or say a shorter --notice-s",
-            ExitCode.USAGE,
+            "training; ask for more with -t, or say a shorter --notice-s"
         )

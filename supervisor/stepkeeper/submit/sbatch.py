@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 
 WITHIN_S = 60.0
 SAID_CHARACTERS_MAX = 500
@@ -130,7 +130,7 @@ def render(wanted: Wanted) -> str:
     start = shlex.join([*wanted.program, "run", *wanted.options, "--", *wanted.command])
     for line in lines:
         if "\n" in line:
-            raise StepkeeperError(f"an option of sbatch has a line break: {line!r}", ExitCode.USAGE)
+            raise UsageError(f"an option of sbatch has a line break: {line!r}")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -156,13 +156,10 @@ def render(wanted: Wanted) -> str:
 def _checked(option: str) -> str:
     name = option.lstrip("-").partition("=")[0].split(" ")[0]
     if not option.startswith("-"):
-        raise StepkeeperError(
-            f"--sbatch {option!r}: write the option with its dashes, --sbatch=--mem=0", ExitCode.USAGE
-        )
+        raise UsageError(f"--sbatch {option!r}: write the option with its dashes, --sbatch=--mem=0")
     if name in OURS:
-        raise StepkeeperError(
+        raise UsageError(
             f"--sbatch={option}: the supervisor stands on its own --{name}"
-            + ("; say --notice-s" if name == "signal" else ""),
-            ExitCode.USAGE,
+            + ("; say --notice-s" if name == "signal" else "")
         )
     return option

@@ -18,7 +18,7 @@ import msgspec
 
 from stepkeeper.core.events import JobFacts, JobState
 from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import StepkeeperError, UsageError
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.slurm.jobs import call
 from stepkeeper.submit import sbatch
@@ -364,7 +364,7 @@ def check_python(python: str) -> None:
         StepkeeperError: what is missing in it.
     """
     if shutil.which(python) is None:
-        raise StepkeeperError(f"--python {python}: no such program", ExitCode.USAGE)
+        raise UsageError(f"--python {python}: no such program")
     try:
         done = subprocess.run(
             [python, "-c", "import torch, stepkeeper_trainer"],
@@ -374,11 +374,10 @@ def check_python(python: str) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise StepkeeperError(f"--python {python}: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"--python {python}: {error}") from error
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise StepkeeperError(
+        raise UsageError(
             f"--python {python}: cannot train: {said}; name an interpreter with torch in which `pip install "
-            "stepkeeper` was done",
-            ExitCode.USAGE,
+            "stepkeeper` was done"
         )

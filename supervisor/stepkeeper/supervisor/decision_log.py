@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import assert_never
 
 import msgspec
-import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.phases import Decision
 from stepkeeper.core.state import State
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import reraise
 from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
@@ -37,7 +37,7 @@ class DecisionLog:
         recorder: Recorder,
         journal: JournalWriter,
         to_wall: Callable[[float], float],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         """Begin with a status, whose instants others compare with the wall clock: `to_wall` makes them of ours."""
         self._to_wall = to_wall

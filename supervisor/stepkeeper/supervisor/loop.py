@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import assert_never
 
 import msgspec
-import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -22,6 +21,7 @@ from stepkeeper.core.policy import Policy
 from stepkeeper.core.reasons import Why
 from stepkeeper.core.state import Phase, State
 from stepkeeper.isolation import flags
+from stepkeeper.log import Log
 from stepkeeper.loop_tools import Stalls
 from stepkeeper.reason_text import tag, text
 from stepkeeper.run_store import status as status_file
@@ -91,7 +91,7 @@ class Supervisor:
         inbox: Inbox,
         journal: JournalWriter,
         environment: Mapping[str, str],
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self.setting = setting
         self.client = client

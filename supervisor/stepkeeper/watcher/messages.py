@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 import xxhash
 
+from stepkeeper.run_store.lines import parsed
 from stepkeeper.slurm.launch import WATCHER_VARIABLE
 from stepkeeper_trainer.formats.collectives import Place
 from stepkeeper_trainer.formats.messages import FromRank, fitted
 
 LINE_BYTES_MAX = 1024
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # whatever bytes a stray process may write
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -319,18 +319,12 @@ def encode(message: ToWatcher | FromWatcher, *, on_cut: Callable[[str], object] 
 
 def decode_to_watcher(line: bytes) -> ToWatcher | None:
     """Parse a line of the supervisor; None for what this version does not know."""
-    try:
-        return _to_watcher.decode(line)
-    except UNREADABLE:
-        return None
+    return parsed(_to_watcher, line)
 
 
 def decode_from_watcher(line: bytes) -> FromWatcher | None:
     """Parse a line of a watcher; None for what this version does not know, or for stray output."""
-    try:
-        return _from_watcher.decode(line)
-    except UNREADABLE:
-        return None
+    return parsed(_from_watcher, line)
 
 
 # What a watcher gets at its start, in one environment variable.

@@ -63,7 +63,7 @@ def test_the_switches_codes_are_sound() -> None:
 def test_a_sites_row_changes_only_the_cells_that_it_fills(tmp_path: Path) -> None:
     path = written(tmp_path, "# our own\ncode,action,note\n\n119,drain_reboot,\n92,,watched by us\n")
 
-    ours = overridden(packaged(), path)
+    ours = overridden(path)
 
     before, after = packaged().rows[119], ours.rows[119]
     assert (after.action, after.site) == (Action.DRAIN_REBOOT, True)
@@ -77,12 +77,12 @@ def test_a_sites_row_changes_only_the_cells_that_it_fills(tmp_path: Path) -> Non
 
 
 def test_a_site_may_add_a_code(tmp_path: Path) -> None:
-    ours = overridden(packaged(), written(tmp_path, "code,action,domain,meaning\n4711,drain_reset,hardware,new one\n"))
+    ours = overridden(written(tmp_path, "code,action,domain,meaning\n4711,drain_reset,hardware,new one\n"))
     assert (ours.rows[4711].action, ours.rows[4711].meaning) == (Action.DRAIN_RESET, "new one")
 
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
-    ours = overridden(packaged(), written(tmp_path, b"\xef\xbb\xbfcode,action\r\n119,log\r\n"))
+    ours = overridden(written(tmp_path, b"\xef\xbb\xbfcode,action\r\n119,log\r\n"))
     assert ours.rows[119].action is Action.LOG
 
 
@@ -113,7 +113,7 @@ def test_a_bad_file_of_the_site_is_refused_with_file_and_line(
     path = written(tmp_path, text)
 
     with pytest.raises(CatalogueError) as caught:
-        overridden(packaged(), path)
+        overridden(path)
 
     assert f"{path}, line {line}: " in str(caught.value)
     assert says in str(caught.value)
@@ -139,7 +139,7 @@ def test_a_file_that_is_not_there_or_far_too_large_is_refused(tmp_path: Path) ->
 def test_no_file_makes_it_fail_otherwise(tmp_path: Path, data: bytes) -> None:
     path = written(tmp_path, data)
     with contextlib.suppress(CatalogueError):  # the one error that it may raise
-        assert set(packaged().rows) <= set(overridden(packaged(), path).rows)
+        assert set(packaged().rows) <= set(overridden(path).rows)
 
 
 @pytest.mark.parametrize("code", [157, 161])

@@ -73,7 +73,7 @@ def of_event(code: int, *, recovery_action: int | None = None, kernel_log: bool 
 def site(tmp_path: Path, text: str) -> Catalogue:
     path = tmp_path / "xid.csv"
     path.write_text(text, encoding="utf-8")
-    return overridden(packaged(), path)
+    return overridden(path)
 
 
 def test_a_fault_tells_where_and_when_it_was_seen() -> None:

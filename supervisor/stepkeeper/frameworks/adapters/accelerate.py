@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, beside
+from stepkeeper.frameworks.framework import Contents, Framework, Resume
 
 _RANDOM = re.compile(r"random_states_(\d{1,6})\.pkl")
 _ARCHIVE = re.compile(
@@ -23,15 +23,11 @@ class Accelerate(Framework):
 
     name = "accelerate"
     title = "Accelerate (save_state)"
-    rule = (
-        "weights, `optimizer.bin` (or `optimizer_0/`), `random_states_R.pkl` of each rank; schedulers, samplers, "
-        "further models and the like as in the checkpoint before"
-    )
     imports = ("accelerate",)
     step_name = re.compile(r"(?:checkpoint|step|epoch)_(\d+)")
     folder = _AUTOMATIC
     commands = ()  # `accelerate launch` starts any script
-    save_door = SaveDoor(Door.CALL, "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call")
+    how_to_save = "`accelerator.save_state` on all ranks, in the script; `--attach` repeats its call"
 
     resume_option = "--resume_from_checkpoint"
     target_options = ("--max_train_steps",)
@@ -42,7 +38,7 @@ class Accelerate(Framework):
         """Go by what it holds: the names are the script's own."""
         return path.is_dir() and any(map(_RANDOM.fullmatch, os.listdir(path)))
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require what `load_state` loads."""
         world_size = contents.world_size
         tree = contents.tree
@@ -62,7 +58,7 @@ class Accelerate(Framework):
         elif not weights:
             contents.problem("no weights: neither model.safetensors nor an index, pytorch_model.bin or FSDP shards")
         self._training(contents, world_size, engine=engine)
-        neighbour = beside(step, self.list_steps(step.path.parent))
+        neighbour = self.beside(contents.step)
         as_beside = [n for n in parts.names_beside(neighbour) if _ARCHIVE.fullmatch(n) or _OTHER_MODEL.fullmatch(n)]
         parts.require_as_beside(contents, neighbour, as_beside, tree.files)
 
@@ -90,9 +86,9 @@ class Accelerate(Framework):
         if world_size is None and contents.world_size == len(ranks):
             contents.note(f"says not how many ranks saved it: {len(ranks)} random states are there (--world-size N)")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the directory: without a name the highest number is taken."""
-        path = os.path.abspath(step.path)
+        path = os.path.abspath(contents.step.path)
         return Resume(
             ("--resume_from_checkpoint", path), "accelerator.load_state(PATH); scripts of the examples take this"
         )

@@ -8,14 +8,11 @@ import re
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.framework import (
     Contents,
-    Door,
     Framework,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
     Writes,
-    beside,
 )
 from stepkeeper.frameworks.script import Script
 
@@ -30,14 +27,10 @@ class Automodel(Framework):
 
     name = "automodel"
     title = "NeMo Automodel"
-    rule = (
-        "no marker of an incomplete save; `model/` and `optim/` whole; `rng/` and `dataloader/` of each rank; other "
-        "objects as in the checkpoint before"
-    )
     imports = ("nemo_automodel",)
     step_name = re.compile(r"epoch_\d{1,9}_step_(\d{1,18})")
     commands = ("automodel",)
-    save_door = SaveDoor(Door.SIGNAL, "its own handler of SIGTERM saves at the end of a step")
+    how_to_save = "its own handler of SIGTERM saves at the end of a step"
 
     answers_notice = True
     writes = Writes(("--checkpoint.checkpoint_dir",), ("checkpoint_dir",), default="checkpoints")
@@ -48,13 +41,13 @@ class Automodel(Framework):
         """Look for its program, or for options of the same kind in the command."""
         return any(word.rpartition("/")[2] == "automodel" or word.startswith("--checkpoint.") for word in script.words)
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require what a resume loads."""
         world_size = contents.world_size
         tree = contents.tree
         for name in filter(_INCOMPLETE.fullmatch, (*tree.files, *tree.directories)):
             contents.problem(f"{name} is there: the save did not end")
-        neighbour = beside(step, self.list_steps(step.path.parent))
+        neighbour = self.beside(contents.step)
         self._model(contents, neighbour)
         if tree.below("optim"):
             parts.add_dcp(contents, "optim")
@@ -119,9 +112,11 @@ class Automodel(Framework):
         elif not parts.add_weights(contents, directory="model", stems=("model", "adapter_model")):
             contents.problem("model/: neither DCP nor safetensors")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the directory."""
-        return Resume((f"--checkpoint.restore_from={os.path.abspath(step.path)}",), "`restore_from` of [checkpoint]")
+        return Resume(
+            (f"--checkpoint.restore_from={os.path.abspath(contents.step.path)}",), "`restore_from` of [checkpoint]"
+        )
 
 
 FRAMEWORK = Automodel()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step
+from stepkeeper.frameworks.framework import Contents, Framework, Resume
 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp|\.metadata|__\d{1,9}\.metadata")
 _OWN = re.compile(r"__\d{1,9}\.metadata")
@@ -19,11 +19,10 @@ class PlainDcp(Framework):
 
     name = "dcp"
     title = "torch.distributed.checkpoint (FSDP1, FSDP2)"
-    rule = "`.metadata`, and every piece of every tensor in a file that is long enough; the pieces cover the tensor"
     imports = ("torch.distributed.checkpoint",)
     commands = ()
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALL, "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can")
+    how_to_save = "the script calls `dcp.save` or `dcp.async_save`: nothing outside of it can"
 
     def is_step(self, path: Path) -> bool:
         """Go by what it holds."""
@@ -32,7 +31,7 @@ class PlainDcp(Framework):
         except PermissionError:
             return False
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require a whole DCP directory."""
         own = [name for name in contents.tree.files if _OWN.fullmatch(name)]
         if own and ".metadata" not in contents.tree:
@@ -45,7 +44,7 @@ class PlainDcp(Framework):
         if not contents.problems and not any(map(_OPTIMIZER.search, contents.keys)):
             contents.note("no name in it is one of an optimizer: perhaps it holds the model alone")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: how a script takes it is its own affair."""
         return Resume((), "dcp.load(..., checkpoint_id=PATH) in the script")
 

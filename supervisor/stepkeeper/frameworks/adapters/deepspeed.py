@@ -13,13 +13,10 @@ from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.framework import (
     POINTER_BYTES_MAX,
     Contents,
-    Door,
     Framework,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
-    beside,
 )
 from stepkeeper.frameworks.tree import ReadError, Tree
 
@@ -57,17 +54,13 @@ class DeepSpeed(Framework):
 
     name = "deepspeed"
     title = "DeepSpeed ZeRO 0-3 and Universal Checkpoint"
-    rule = (
-        "the files of every data and model parallel rank, as parallel dimensions and ZeRO stage in the model's "
-        "state say; universal: `fp32.pt` of every parameter and `zero/optimizer_state.pt`, no `tmp/`"
-    )
     imports = ("deepspeed",)
     commands = ("deepspeed",)
     step_line = r"\bstep=(\d+), skipped="
     has_resume_arguments = False
     target_options = ("--max_steps", "--max_train_steps", "--train_iters")
     attach_takes = "engine.load_checkpoint(DIR)"
-    save_door = SaveDoor(Door.CALL, "`engine.save_checkpoint` on all ranks, in the script; `--attach` repeats its call")
+    how_to_save = "`engine.save_checkpoint` on all ranks, in the script; `--attach` repeats its call"
     world_change = WorldChange.NO  # ZeRO refuses another data parallel size
     converted_words = ("load_universal", "universal_checkpoint", "universal-checkpoint")
     converted_option = "--universal-checkpoint"
@@ -85,14 +78,14 @@ class DeepSpeed(Framework):
             return False
         return any(map(_STATES.fullmatch, names)) or (_UNIVERSAL in names and path.name.endswith("_universal"))
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require the file of every rank."""
         world_size = contents.world_size
         if _UNIVERSAL in contents.tree.directories:
             _add_universal(contents)
         else:
             pipeline = any(map(_LAYER.fullmatch, contents.tree.files))
-            neighbour = beside(step, self.list_steps(step.path.parent)) if pipeline else None
+            neighbour = self.beside(contents.step) if pipeline else None
             add_engine(contents, "", world_size, as_beside=parts.names_beside(neighbour))
 
     def pointers(self, step: Step) -> Mapping[Path, bytes]:
@@ -100,9 +93,9 @@ class DeepSpeed(Framework):
         name = "latest_universal" if (step.path / _UNIVERSAL).is_dir() else _LATEST
         return {step.path.parent / name: os.fsencode(step.path.name)}
 
-    def resume(self, step: Step, contents: Contents) -> Resume:
+    def resume(self, contents: Contents) -> Resume:
         """Name the tag: `latest` may name one that is torn."""
-        tag = step.path.name
+        tag = contents.step.path.name
         if _UNIVERSAL in contents.tree.directories:
             return Resume((), f'`{{"checkpoint": {{"load_universal": true}}}}` and load_checkpoint(DIR, tag={tag!r})')
         return Resume((), f"engine.load_checkpoint(DIR, tag={tag!r}); without a tag it reads DIR/latest")

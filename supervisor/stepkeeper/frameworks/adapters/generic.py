@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, WorldChange
 from stepkeeper.frameworks.script import Script
 
 NUMBER = "{step}"
@@ -54,29 +53,25 @@ def parse_patterns(table: Any, where: str) -> Patterns:
     try:
         patterns = msgspec.convert(table, Patterns)
     except msgspec.ValidationError as error:
-        raise StepkeeperError(f"{where}: [framework.generic]: {error}", ExitCode.USAGE) from error
+        raise UsageError(f"{where}: [framework.generic]: {error}") from error
     if patterns.steps.count(NUMBER) != 1 or "/" in patterns.steps:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: [framework.generic] steps: {patterns.steps!r} is no name with {NUMBER} once in it, such as "
-            f"'ckpt-{NUMBER}'",
-            ExitCode.USAGE,
+            f"'ckpt-{NUMBER}'"
         )
     if patterns.step_line and patterns.step_line.count(NUMBER) != 1:
-        raise StepkeeperError(
+        raise UsageError(
             f"{where}: [framework.generic] step_line: {patterns.step_line!r} is no line with {NUMBER} once in "
-            f"it, such as 'step {NUMBER} of'",
-            ExitCode.USAGE,
+            f"it, such as 'step {NUMBER} of'"
         )
     if (type(patterns.target) is int and patterns.target <= 0) or patterns.target == "":
-        raise StepkeeperError(
-            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command",
-            ExitCode.USAGE,
+        raise UsageError(
+            f"{where}: [framework.generic] target: {patterns.target!r} is neither a step nor an option of the command"
         )
     for pattern in patterns.every_rank:
         if pattern.count("{rank}") != 1:
-            raise StepkeeperError(
-                f"{where}: [framework.generic] every_rank: {pattern!r} is no name with {{rank}} once in it",
-                ExitCode.USAGE,
+            raise UsageError(
+                f"{where}: [framework.generic] every_rank: {pattern!r} is no name with {{rank}} once in it"
             )
     return patterns
 
@@ -86,10 +81,9 @@ class Generic(Framework):
 
     name = "generic"
     title = "your own, by `[framework.generic]`"
-    rule = "the files of `complete` are there, none of `incomplete`, and those of `every_rank` without a gap"
     imports = ()
     commands = ()
-    save_door = SaveDoor(Door.SIGNAL, "`--stop-signal`, if the script handles it")
+    how_to_save = "`--stop-signal`, if the script handles it"
     world_change = WorldChange.SCRIPT
 
     def takes_resume(self, script: Script) -> bool:  # noqa: ARG002
@@ -119,7 +113,7 @@ class Generic(Framework):
         """Go by the name."""
         return bool(self.patterns.steps) and self._name().fullmatch(path.name) is not None and path.exists()
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require what the patterns say, and look into whatever is known by its suffix."""
         world_size = contents.world_size
         names = sorted(contents.tree.files)
@@ -152,9 +146,9 @@ class Generic(Framework):
         elif not file.endswith(".distcp"):
             parts.add_plain(contents, name)
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Fill in the arguments of the configuration."""
-        filled = {"{path}": os.path.abspath(step.path), "{step}": str(step.number)}
+        filled = {"{path}": os.path.abspath(contents.step.path), "{step}": str(contents.step.number)}
         return Resume(tuple(_fill(word, filled) for word in self.patterns.resume), "`resume` of [framework.generic]")
 
 

@@ -9,7 +9,7 @@ import re
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes, beside
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Writes
 from stepkeeper.frameworks.script import Script, last_name
 
 _RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
@@ -27,10 +27,6 @@ class HuggingFace(Framework):
 
     name = "huggingface"
     title = "Hugging Face Trainer (TRL, axolotl, LLaMA-Factory)"
-    rule = (
-        "`trainer_state.json` of step N, weights (all that the index names), optimizer, scheduler, the RNG state of "
-        "each rank; no `checkpoint-is-incomplete.txt`"
-    )
     imports = (
         "transformers.Trainer",
         "transformers.TrainingArguments",
@@ -46,9 +42,7 @@ class HuggingFace(Framework):
     commands = ("axolotl", "axolotl.cli.train", "llamafactory-cli", "trl")
     step_line = r"\b(\d+)/{total} \["
     total_options = ("--max_steps",)  # else the bar of an evaluation looks the same
-    save_door = SaveDoor(
-        Door.CALLBACK, "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
-    )
+    how_to_save = "a TrainerCallback that sets `control.should_save`; `--enable_jit_checkpoint` has no agreement"
 
     writes = Writes(("--output_dir", "output_dir"), ("output_dir",), _ARGUMENTS, "trainer_output")
     resume_option = "--resume_from_checkpoint"
@@ -97,7 +91,7 @@ class HuggingFace(Framework):
             for name in map(last_name, ast.walk(argument))
         )
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require what a resume loads."""
         world_size = contents.world_size
         names = contents.tree.files
@@ -105,7 +99,7 @@ class HuggingFace(Framework):
             contents.problem(f"{_SENTINEL} is there: the save on SIGTERM did not end")
         state = parts.add_json(contents, "trainer_state.json")
         if isinstance(state, dict):
-            self._state(contents, state, step.number)
+            self._state(contents, state, contents.step.number)
         elif "trainer_state.json" in contents.parts:
             contents.problem("trainer_state.json: is no state of a Trainer")
         engines = sorted(name for name in contents.tree.directories if _DEEPSPEED.fullmatch(name))
@@ -118,7 +112,7 @@ class HuggingFace(Framework):
             if name in names:
                 parts.add_archive(contents, name)
                 parts.read_pickle(contents, name)
-        neighbour = beside(step, self.list_steps(step.path.parent))
+        neighbour = self.beside(contents.step)
         if not contents.not_resumable and neighbour is not None:
             as_beside = parts.names_beside(neighbour).intersection(_AS_BEFORE)
             parts.require_as_beside(contents, neighbour, as_beside, names)
@@ -172,9 +166,9 @@ class HuggingFace(Framework):
         for rank in sorted(ranks):
             parts.add_archive(contents, f"rng_state_{rank}.pth")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the directory: `True` would take the highest number, whole or not."""
-        path = os.path.abspath(step.path)
+        path = os.path.abspath(contents.step.path)
         return Resume(
             ("--resume_from_checkpoint", path),
             "trainer.train(resume_from_checkpoint=PATH); axolotl: --resume-from-checkpoint PATH; LLaMA-Factory, behind "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.adapters import deepspeed
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Step, Writes
 from stepkeeper.frameworks.script import Script, last_name
 
 _SUFFIX = ".ckpt"
@@ -25,12 +25,9 @@ class Lightning(Framework):
 
     name = "lightning"
     title = "Lightning (file and sharded)"
-    rule = (
-        "file: a whole archive with state, optimizers, loops, step; directory: `meta.pt`, written last, and whole DCP"
-    )
     imports = ("lightning", "pytorch_lightning", "lightning_fabric")
     commands = ("lightning",)
-    save_door = SaveDoor(Door.CALLBACK, "a Callback that calls `trainer.save_checkpoint`, at the end of a batch")
+    how_to_save = "a Callback that calls `trainer.save_checkpoint`, at the end of a batch"
 
     writes = Writes(
         ("--trainer.default_root_dir", "--default_root_dir"),
@@ -87,17 +84,17 @@ class Lightning(Framework):
         """Go by the suffix."""
         return path.name.endswith(_SUFFIX) and (path.is_dir() or path.is_file())
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Read the state without its tensors."""
         world_size = contents.world_size
-        tree = contents.tree
-        if step.path.name in tree.files and tree.root == step.path.parent:
-            state = parts.read_pickle(contents, step.path.name) if parts.add_archive(contents, step.path.name) else None
+        tree, path = contents.tree, contents.step.path
+        if path.name in tree.files and tree.root == path.parent:
+            state = parts.read_pickle(contents, path.name) if parts.add_archive(contents, path.name) else None
             keys = inert.plain(state)
             if isinstance(keys, dict):
                 self._state(contents, state, missing=[key for key in _NEEDED if key not in keys])
             elif not contents.problems:
-                contents.problem(f"{step.path.name}: holds no state of a Trainer")
+                contents.problem(f"{path.name}: holds no state of a Trainer")
         elif "checkpoint" in tree.directories and deepspeed.is_engine(tree, "checkpoint"):
             deepspeed.add_engine(contents, "checkpoint", world_size)
             deepspeed.require_latest(contents, "checkpoint")
@@ -119,9 +116,9 @@ class Lightning(Framework):
         if missing:
             contents.not_resumable = f"holds the weights alone (save_weights_only): no {', '.join(missing)}"
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the file: "last" goes by the time of change."""
-        path = os.path.abspath(step.path)
+        path = os.path.abspath(contents.step.path)
         return Resume(("--ckpt_path", path), "trainer.fit(..., ckpt_path=PATH); LightningCLI: `fit --ckpt_path PATH`")
 
 

@@ -12,12 +12,10 @@ from typing import Any
 from stepkeeper.frameworks import inert, parts
 from stepkeeper.frameworks.framework import (
     Contents,
-    Door,
     Framework,
     Kind,
     Part,
     Resume,
-    SaveDoor,
     Step,
     WorldChange,
     Writes,
@@ -37,17 +35,11 @@ class Megatron(Framework):
 
     name = "megatron"
     title = "Megatron-core (torch_dist, legacy)"
-    rule = (
-        "torch_dist: `metadata.json`, whole DCP, `common.pt` unless DCP holds its content; legacy: the file of every "
-        "tensor, pipeline and expert parallel rank, as rank 0's arguments say"
-    )
     imports = ("megatron.core", "megatron.training", "megatron")
     step_name = re.compile(r"iter_(\d{7,18})")  # `release` is a model to begin from
     commands = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py")
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
-    save_door = SaveDoor(
-        Door.SIGNAL, "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
-    )
+    how_to_save = "`--exit-signal-handler`: SIGTERM saves and exits, also `--exit-duration-in-mins`"
 
     writes = Writes(("--save",))
     target_options = ("--train-iters",)
@@ -59,7 +51,7 @@ class Megatron(Framework):
         ours = any(word.rpartition("/")[2] in self.commands for word in script.words)
         return ours or any(name.startswith("megatron.training") for name in script.modules)
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Tell the format by the directories, and require what it needs."""
         legacy = sorted(name for name in contents.tree.directories if _LEGACY.fullmatch(name))
         if legacy:
@@ -72,14 +64,14 @@ class Megatron(Framework):
         """Return the tracker, which holds the step."""
         return {step.path.parent / TRACKER: str(step.number).encode()}
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the step, and have a missing checkpoint end the run: it would begin with random weights."""
         return Resume(
             (
                 "--load",
-                os.path.abspath(step.path.parent),
+                os.path.abspath(contents.step.path.parent),
                 "--ckpt-step",
-                str(step.number),
+                str(contents.step.number),
                 "--exit-on-missing-checkpoint",
             ),
             "a malformed tracker ends Megatron with exit code 0: finished means that the step was reached",

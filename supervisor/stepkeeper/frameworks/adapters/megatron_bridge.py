@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepkeeper.frameworks import parts
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import POINTER_BYTES_MAX, Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.framework import POINTER_BYTES_MAX, Contents, Framework, Resume, Step, Writes
 from stepkeeper.frameworks.script import Script
 from stepkeeper_trainer.formats.plain import read_plain
 
@@ -24,12 +24,11 @@ class MegatronBridge(Framework):
 
     name = "megatron-bridge"
     title = "Megatron-Bridge"
-    rule = "as Megatron torch_dist, with `train_state.pt` and `run_config.yaml`"
     imports = ("megatron.bridge",)
     step_name = _STEP
     commands = ()
     step_line = r"iteration\s+(\d+)/\s*\d+ \|"
-    save_door = SaveDoor(Door.SIGNAL, "`train.exit_signal_handler=True`: SIGTERM saves and exits")
+    how_to_save = "`train.exit_signal_handler=True`: SIGTERM saves and exits"
 
     notice_options = ("train.exit_signal_handler=True",)
     target_options = ("train.train_iters",)
@@ -51,7 +50,7 @@ class MegatronBridge(Framework):
     def _signs(path: Path) -> list[tuple[Path, str]]:
         return [*((path, name) for name in _OWN), (path.parent, _LATEST_STATE)]
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require Bridge's own files too."""
         megatron.add_torch_dist(contents)
         parts.add_archive(contents, _STATE)
@@ -65,11 +64,11 @@ class MegatronBridge(Framework):
             found[step.path.parent / _LATEST_STATE] = state
         return found
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name directory and step."""
-        root = os.path.abspath(step.path.parent)
+        root = os.path.abspath(contents.step.path.parent)
         return Resume(
-            (f"checkpoint.load={root}", f"checkpoint.ckpt_step={step.number}"),
+            (f"checkpoint.load={root}", f"checkpoint.ckpt_step={contents.step.number}"),
             "CheckpointConfig(load=..., ckpt_step=...)",
         )
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks.adapters import megatron
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, Writes
 
 _UNFINISHED = "-unfinished"
 _NUMBER = re.compile(r"(?:^|[-_])step=(\d{1,18})")
@@ -18,12 +18,11 @@ class Nemo(Framework):
 
     name = "nemo"
     title = "NeMo 2"
-    rule = "no sibling `-unfinished`; `weights/` whole as Megatron torch_dist or DCP; `context/` with its files"
     imports = ("nemo.lightning", "nemo.collections", "nemo", "nemo_run")
     folder = "checkpoints"
     commands = ("nemo",)
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALLBACK, "its PreemptionCallback saves on SIGTERM at the end of a batch")
+    how_to_save = "its PreemptionCallback saves on SIGTERM at the end of a batch"
 
     writes = Writes((), ("log_dir", "explicit_log_dir"))
 
@@ -38,18 +37,20 @@ class Nemo(Framework):
         """Go by what it holds."""
         return (path / "weights").is_dir() and ((path / "context").is_dir() or self.number_of(path.name) is not None)
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require weights and context, and no marker."""
-        marker = f"{step.path.name}{_UNFINISHED}"
-        if os.path.lexists(step.path.parent / marker):
+        path = contents.step.path
+        marker = f"{path.name}{_UNFINISHED}"
+        if os.path.lexists(path.parent / marker):
             contents.problem(f"{marker} is there: its save or its removal did not end")
         megatron.add_torch_dist(contents, "weights", or_dcp=True)
         if not contents.tree.below("context"):
             contents.problem("context/: missing or empty")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the directory for AutoResume."""
-        return Resume((), f"AutoResume(resume_from_path={os.path.abspath(step.path)!r}, resume_if_exists=True)")
+        path = os.path.abspath(contents.step.path)
+        return Resume((), f"AutoResume(resume_from_path={path!r}, resume_if_exists=True)")
 
 
 FRAMEWORK = Nemo()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, WorldChange
 
 _ITEM = re.compile(r"(.+)_(\d{1,6})\.(?:pt|safetensors)")
 _TEMPORARY = "tmp_"
@@ -19,11 +19,10 @@ class TorchCheckpointing(Framework):
 
     name = "torch-checkpointing"
     title = "torch_checkpointing"
-    rule = "the final name (not `tmp_...`), and the file of each item of each rank, without a gap"
     imports = ("torch_checkpointing",)
     commands = ()
     has_resume_arguments = False
-    save_door = SaveDoor(Door.CALL, "the script calls `manager.save`")
+    how_to_save = "the script calls `manager.save`"
     world_change = WorldChange.NO  # each rank reads its own file
 
     def is_step(self, path: Path) -> bool:
@@ -34,10 +33,10 @@ class TorchCheckpointing(Framework):
             return False
         return any(map(_ITEM.fullmatch, names)) and not any(name.endswith(".distcp") for name in names)
 
-    def look(self, contents: Contents, step: Step) -> None:
+    def look(self, contents: Contents) -> None:
         """Require the file of each item of each rank."""
         world_size = contents.world_size
-        if step.path.name.startswith(_TEMPORARY):
+        if contents.step.path.name.startswith(_TEMPORARY):
             contents.problem("its name is that of a save that did not end")
         items: dict[str, set[int]] = {}
         for name in sorted(contents.tree.files):
@@ -58,7 +57,7 @@ class TorchCheckpointing(Framework):
         if not any("optim" in item for item in items):
             contents.note("no item in it is called optimizer: perhaps it holds the model alone")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:  # noqa: ARG002
         """Name nothing: the package has no command line and does not look for the newest."""
         return Resume((), "manager.load(PATH, into=...) in the script")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stepkeeper.frameworks import parts
-from stepkeeper.frameworks.framework import Contents, Door, Framework, Resume, SaveDoor, Step, WorldChange, Writes
+from stepkeeper.frameworks.framework import Contents, Framework, Resume, WorldChange, Writes
 from stepkeeper.frameworks.script import Script
 
 _NEEDED = ("train_state", "optimizer", "lr_scheduler", "dataloader")
@@ -18,13 +18,12 @@ class Torchtitan(Framework):
 
     name = "torchtitan"
     title = "torchtitan"
-    rule = "`.metadata`, every piece of every tensor in its file; resumable: it holds optimizer and `train_state`"
     imports = ("torchtitan",)
     step_name = re.compile(r"step-(\d+)")
     folder = "checkpoint"
     commands = ("torchtitan.train", "torchtitan")
     step_line = r"step:\s{1,8}(\d+)\s+(?:\x1b\[\d+m)*loss:"
-    save_door = SaveDoor(Door.CALL, "`checkpointer.save` in its loop, which `--attach` has save at a notice")
+    how_to_save = "`checkpointer.save` in its loop, which `--attach` has save at a notice"
 
     target_options = ("--training.steps",)
     writes = Writes(("--dump_folder", "--job.dump_folder"), ("dump_folder",), default="outputs")
@@ -35,7 +34,7 @@ class Torchtitan(Framework):
         """Look for its own program: of a script with a loop of its own, nothing is known."""
         return any(word.endswith(("torchtitan.train", "torchtitan/train.py")) for word in script.words)
 
-    def look(self, contents: Contents, step: Step) -> None:  # noqa: ARG002
+    def look(self, contents: Contents) -> None:
         """Require a whole DCP directory, or one of safetensors."""
         if ".metadata" not in contents.tree and "model.safetensors.index.json" in contents.tree:
             parts.add_indexed(contents, "model.safetensors.index.json")
@@ -53,9 +52,11 @@ class Torchtitan(Framework):
                     contents.note(f"holds no state of {name}")
             contents.note("torchtitan saves no RNG state: dropout continues with other numbers")
 
-    def resume(self, step: Step, contents: Contents) -> Resume:  # noqa: ARG002
+    def resume(self, contents: Contents) -> Resume:
         """Name the step: without it the highest one with `.metadata` is taken."""
-        return Resume((f"--checkpoint.load_step={step.number}",), "`load_step` of the configuration's [checkpoint]")
+        return Resume(
+            (f"--checkpoint.load_step={contents.step.number}",), "`load_step` of the configuration's [checkpoint]"
+        )
 
 
 def _has(keys: frozenset[str], name: str) -> bool:

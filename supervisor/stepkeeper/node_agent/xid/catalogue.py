@@ -16,8 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from stepkeeper.core.exits import ExitCode
-from stepkeeper.errors import StepkeeperError
+from stepkeeper.errors import UsageError
 
 # The words of the fault plane: what should be done, whose fault it is, and one judged sighting of a fault.
 
@@ -117,11 +116,8 @@ _HERE = Path(__file__).parent
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
-class CatalogueError(StepkeeperError):
+class CatalogueError(UsageError):
     """A catalogue file is not as it should be: the message names file and line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.USAGE)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,12 +181,13 @@ def load(site_file: Path | None = None) -> Catalogue:
     Raises CatalogueError, which names file and line, for a file that cannot be read or is not as it should be.
     """
     if site_file is None:
-        return overridden(packaged(), SITE_FILE) if os.path.lexists(SITE_FILE) else packaged()
-    return overridden(packaged(), site_file)
+        return overridden(SITE_FILE) if os.path.lexists(SITE_FILE) else packaged()
+    return overridden(site_file)
 
 
-def overridden(base: Catalogue, path: Path) -> Catalogue:
-    """Return a catalogue with the rows of a file put over its own.  An empty cell keeps what was there."""
+def overridden(path: Path) -> Catalogue:
+    """Return our catalogue with the rows of a file put over its own.  An empty cell keeps what was there."""
+    base = packaged()
     rows = dict(base.rows)
     seen: set[int] = set()
     for where, cells in _cells(path, ("code",)):

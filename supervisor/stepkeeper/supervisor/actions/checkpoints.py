@@ -57,11 +57,11 @@ class Writers:
 class Verification:
     """Verifies step directories, large ones together with the watchers of the other nodes."""
 
-    def __init__(self, pool: VerifyPool, number: int) -> None:
+    def __init__(self, pool: VerifyPool) -> None:
         self.readers: set[str] = set()
         self.bytes_read = 0
         self._pool = pool
-        self._number = number
+        self._number = pool.begin()
         self._began = time.monotonic()
 
     @property
@@ -116,7 +116,7 @@ def choose(
 
     Where our own library has written none, the newest verified checkpoint of the script's framework.
     """
-    verification = Verification(pool, pool.begin())
+    verification = Verification(pool)
 
     def act() -> on.Event | None:
         choice = steps.newest_verified(checkpoints, check=verification.check, should_stop=verification.is_old)
@@ -175,7 +175,7 @@ def verify_back(
         inbox: where the answer goes.
     """
     name = effect.directory
-    verification = Verification(pool, pool.begin())
+    verification = Verification(pool)
 
     def act() -> on.Event | None:
         if patient:

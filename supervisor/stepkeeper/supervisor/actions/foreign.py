@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
@@ -27,7 +26,9 @@ from stepkeeper.frameworks.choosing import Launched
 from stepkeeper.frameworks.following import Following
 from stepkeeper.frameworks.framework import WorldChange
 from stepkeeper.isolation import flags
+from stepkeeper.log import Log
 from stepkeeper.run_store import lease
+from stepkeeper.run_store.lines import parsed
 from stepkeeper.slurm.launch import without_python
 from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper_trainer.formats.durable import append_line
@@ -53,7 +54,6 @@ _WORLD_CHANGED = {
     "--attach auto, by which it is converted; where it is not (pipelines, tensor parallel ranks, experts), convert it "
     "(`stepkeeper checkpoints export --to universal`) and have the script load the Universal Checkpoint",
 }
-Log = structlog.typing.FilteringBoundLogger
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -488,10 +488,6 @@ def read_lines(run: Path, name: str, kind: type[Line]) -> tuple[Line, ...]:
         data = os.pread(descriptor, LINES_BYTES_MAX, max(0, size - LINES_BYTES_MAX))
     finally:
         os.close(descriptor)
-    found = []
-    for line in data.split(b"\n"):
-        try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except msgspec.MsgspecError:
-            continue  # torn, or the beginning of it was not read
-    return tuple(found)
+    decoder = msgspec.json.Decoder(kind)
+    found = (parsed(decoder, line) for line in data.split(b"\n"))
+    return tuple(line for line in found if line is not None)  # the beginning of the first one may not be read

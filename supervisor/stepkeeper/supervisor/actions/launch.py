@@ -7,10 +7,8 @@ import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -18,7 +16,7 @@ from stepkeeper import __version__, wrapper
 from stepkeeper.core import events as on
 from stepkeeper.frameworks.following import Following
 from stepkeeper.log import PatientStream
-from stepkeeper.loop_tools import shown
+from stepkeeper.loop_tools import patiently, shown
 from stepkeeper.run_store import paths
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd
@@ -32,7 +30,6 @@ from stepkeeper.supervisor.srun import Srun
 from stepkeeper_trainer.formats import records
 from stepkeeper_trainer.integrations import hook
 
-T = TypeVar("T")
 ERROR_CHARACTERS_MAX = 300
 UNREACHABLE = "unable to contact slurm controller"
 KILLED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
@@ -412,20 +409,11 @@ class Launch:
 
     def _said(self) -> str:
         """Return what rank 0 wrote of the end."""
-        return _patiently(lambda: _outcome(self._job, self._meeting.launch)) or ""
+        return patiently(lambda: _outcome(self._job, self._meeting.launch), STORAGE_WITHIN_S) or ""
 
     def _trained(self) -> int | None:
         """Return the last step, where rank 0 of another framework wrote that this launch has come to its end."""
-        return _patiently(lambda: _last_step(self._job, self._meeting.launch))
-
-
-def _patiently(read: Callable[[], T]) -> T | None:
-    """Return what a reading brings; storage that hangs has nothing to say."""
-    found: list[T] = []
-    reader = threading.Thread(target=lambda: found.append(read()), daemon=True)
-    reader.start()
-    reader.join(STORAGE_WITHIN_S)
-    return found[0] if found else None
+        return patiently(lambda: _last_step(self._job, self._meeting.launch), STORAGE_WITHIN_S)
 
 
 def deaths(text: str) -> list[tuple[int, int | None, int | None]]:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from stepkeeper.core import effects as do
 from stepkeeper.core.exits import ExitCode
+from stepkeeper.log import Log
 from stepkeeper.reason_text import text
 from stepkeeper.redaction import redact
 from stepkeeper.run_store import requests
@@ -43,7 +43,7 @@ def notify_user(
     client: SlurmCommands,
     environment: Mapping[str, str],
     inbox: Inbox,
-    log: structlog.typing.FilteringBoundLogger,
+    log: Log,
 ) -> threading.Thread:
     """Tell people that the run stopped and why; the thread ends within the call's time limit."""
 
@@ -72,7 +72,7 @@ def comment(effect: do.NotifyUser) -> str:
 
 
 def _start(
-    effect: do.NotifyUser, call: Call, environment: Mapping[str, str], log: structlog.typing.FilteringBoundLogger
+    effect: do.NotifyUser, call: Call, environment: Mapping[str, str], log: Log
 ) -> tuple[subprocess.Popen[bytes], tempfile.SpooledTemporaryFile[bytes]] | None:
     facts = {
         "STEPKEEPER_REASON": redact(text(effect.reasons)),
@@ -103,7 +103,7 @@ def _wait(
     output: tempfile.SpooledTemporaryFile[bytes],
     *,
     until: float,
-    log: structlog.typing.FilteringBoundLogger,
+    log: Log,
 ) -> None:
     try:
         code: int | None = process.wait(max(0.0, until - time.monotonic()))

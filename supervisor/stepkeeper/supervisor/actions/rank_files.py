@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
+from stepkeeper.loop_tools import patiently
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.submit import plan
 from stepkeeper_trainer.coordinate.cadence import RELIABILITY_VARIABLE, FailureRate
-from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, TrackerIds, read_tracker_ids
+from stepkeeper_trainer.formats.records import MLFLOW_VARIABLE, read_tracker_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,20 +20,15 @@ READ_WITHIN_S = 5.0  # an estimate is not worth a later start
 
 def reliability_variables(run_directory: Path, *, within_s: float = READ_WITHIN_S) -> dict[str, str]:
     """Return the variable for the ranks; none where the journal cannot be read in time: they start from the prior."""
-    found: list[FailureRate] = []
 
-    def read() -> None:
+    def read() -> FailureRate | None:
         try:
-            found.append(plan.reliability(RunDirectory(run_directory).journal))
+            return plan.reliability(RunDirectory(run_directory).journal)
         except OSError:
-            return  # the journal's own thread says what is wrong with the storage
+            return None  # the journal's own thread says what is wrong with the storage
 
-    reader = threading.Thread(target=read, name="reliability", daemon=True)
-    reader.start()
-    reader.join(within_s)
-    if not found or not found[0].node_hours:
-        return {}
-    return {RELIABILITY_VARIABLE: f"{found[0].failures:.4f}:{found[0].node_hours:.4f}"}
+    rate = patiently(read, within_s)
+    return {RELIABILITY_VARIABLE: f"{rate.failures:.4f}:{rate.node_hours:.4f}"} if rate and rate.node_hours else {}
 
 
 # What ranks get of experiment trackers, so that `mlflow.start_run()` of each launch goes on in one run.
@@ -51,11 +46,5 @@ def tracker_variables(
     """
     if MLFLOW_VARIABLE in environment:
         return {}
-    found: list[TrackerIds] = []
-    reader = threading.Thread(
-        target=lambda: found.append(read_tracker_ids(run_directory)), name="trackers", daemon=True
-    )
-    reader.start()
-    reader.join(within_s)
-    named = found[0].mlflow_run_id if found else None
-    return {MLFLOW_VARIABLE: named} if named else {}
+    found = patiently(lambda: read_tracker_ids(run_directory), within_s)
+    return {MLFLOW_VARIABLE: found.mlflow_run_id} if found is not None and found.mlflow_run_id else {}

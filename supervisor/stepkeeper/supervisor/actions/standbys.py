@@ -15,14 +15,14 @@ import signal
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import structlog
 
 from stepkeeper import standby as program
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Next, Phase, State
-from stepkeeper.log import PatientStream
+from stepkeeper.log import Log, PatientStream
 from stepkeeper.redaction import redact
+from stepkeeper.run_store.lines import parsed
 from stepkeeper.run_store.paths import RunDirectory
 from stepkeeper.slurm import cmd as lines
 from stepkeeper.slurm.launch import own_standby_argv, standby_argv
@@ -52,6 +52,9 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     of: int = 1  # so many keepers are in the step
     rss_mib: int = 0
     why: str = ""
+
+
+_said = msgspec.json.Decoder(Said)
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +112,7 @@ class Standbys:
         *,
         modules: Sequence[str] = (),
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         """Do nothing yet.
 
@@ -242,7 +245,7 @@ class _Step:
         argv: list[str],
         environment: Mapping[str, str],
         inbox: Inbox,
-        log: structlog.typing.FilteringBoundLogger,
+        log: Log,
     ) -> None:
         self.nodes, self._launch, self._what = nodes, launch, what
         self.address = f"{job.socket}/standby-{launch}-{what}"  # those of a step before may still be about to leave
@@ -302,9 +305,8 @@ class _Step:
             self._log.warning("standby_ended", why=self._error or f"srun ended with {code}")
 
     def _hear(self, line: bytes) -> None:
-        try:
-            said = msgspec.json.decode(_LABEL.sub(b"", line, count=1), type=Said)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        said = parsed(_said, _LABEL.sub(b"", line, count=1))
+        if said is None:
             return  # what a module says when it is imported
         if said.standby == "ready":
             self._ready[said.node, said.slot] = said.rss_mib

@@ -114,7 +114,7 @@ def test_a_module_whose_state_holds_copies_takes_them_over(tmp_path: Path, dtype
             {k: v.detach().to(dtype, copy=True) for k, v in state.items()}
         )
     )
-    dcp.save({k: torch.ones_like(v) for k, v in model.state_dict().items()}, checkpoint_id=tmp_path / "w", no_dist=True)
+    dcp.save({k: torch.ones_like(v) for k, v in model.state_dict().items()}, checkpoint_id=tmp_path / "w", **ALONE)
     manager = CheckpointManager(
         {"model": model}, run_dir=tmp_path / "run", resume_from=str(tmp_path / "w"), storage_test="off"
     )

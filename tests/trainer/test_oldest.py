@@ -18,6 +18,7 @@ from tests.torch_oldest import ROOT
 
 OLDEST = (3, 10)
 NOT_IMPORTED = {f"stepkeeper_trainer.integrations.{name}" for name in (*hook.NAMES, "site.sitecustomize")}
+NOT_IMPORTED |= {f"stepkeeper_trainer.engines.{name}" for name in ("huggingface", "lightning", "torchtitan")}
 """These import their frameworks, or take the place of another module."""
 _POSSESSIVE = re.compile(r"\(\?>|[)\]}*+?][*+?]\+")
 SHARED = [ROOT / "supervisor/stepkeeper" / name for name in ("__init__.py", "__main__.py", "entry.py", "isolation.py")]

@@ -70,6 +70,12 @@ SPARE_DESCRIPTORS = 512  # that the script and torch may need beside a group of 
 SLICE_S = 0.1  # a wait in a thread looks so often whether the process ends
 _serial = itertools.count()  # of the groups made here: the same on all ranks, who make them in one order
 _open: set[Group] = set()  # torch's threads end with the last reference, which must wait for `close`
+_closed: list[tuple[float, list[Level]]] = []  # since when, by time.monotonic()
+IDLE_AFTER_S = 10.0
+"""From then on no thread of a closed group lets a tensor go, for which it wants the interpreter.
+
+The end of a group holds the interpreter, and waits for those threads.
+"""
 
 
 def blocks(rank: int, size: int, fan_out: int) -> Iterator[range]:
@@ -129,9 +135,12 @@ class Group:
         self.name, self.rank, self.size, self.levels = name, rank, size, levels
 
     def close(self) -> None:
-        """End its connections and torch's threads, which would else outlive the interpreter, and abort the process."""
-        self.levels = []
+        """Have its connections and torch's threads end: at a later `close`, or with the interpreter."""
         _open.discard(self)
+        now = time.monotonic()
+        _closed[:] = [each for each in _closed if each[0] > now - IDLE_AFTER_S]
+        _closed.append((now, self.levels))
+        self.levels = []
 
     def start_reduce_max(self, numbers: torch.Tensor, goes_on: Callable[[], bool]) -> Any | None:
         """Begin to take the largest of each number over all ranks, in place; return torch's work.

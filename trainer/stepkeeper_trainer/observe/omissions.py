@@ -208,7 +208,8 @@ class Omissions:
 
 
 def _weights_of(optimizer: Any) -> list[torch.Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+    """Return what an optimizer trains; one whose constructor has failed has no groups."""
+    return [weight for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]]
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -183,6 +183,7 @@ def test_a_lease_that_is_late_on_one_node_does_not_requeue_the_job(node: Node) -
 
     node.writes.clear()
     node.until(node.requeued, "the requeue")
+    select.select([node.rank], [], [], WITHIN_S)  # a request that is on its way
 
     assert [request.stop for request in node.requests()] == [True]
 

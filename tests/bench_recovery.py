@@ -197,6 +197,8 @@ def give_nodes(lab: Lab, ways: Sequence[Way]) -> None:
 
 def write(kind: str, rounds: Sequence[Round], faults: Sequence[Fault], site: Peers, to: Path) -> None:
     """Write the page of some rounds; rows are the ways that any of them has played."""
+    if not rounds:
+        raise SystemExit(f"tests/recovery/rounds has no round of {kind}: play one first")
     production = kind == "production"
     played = {each.way for one in rounds for each in one.outcomes}
     text = page(

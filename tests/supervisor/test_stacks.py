@@ -246,7 +246,7 @@ STEP = "/w/train.py", "step"
         ([OURS, STEP], "is in stepkeeper_trainer's share (train.py:7 in step)", False),
         ([(GROUP, "reduce_max"), OURS, STEP], "waits in reduce_max (train.py:7 in step)", True),
         ([(GROUP, "gather"), OURS, STEP], "waits in gather (train.py:7 in step)", True),
-        ([(GROUP, "new_group"), OURS, STEP], "is in stepkeeper_trainer's new_group (train.py:7 in step)", False),
+        ([(GROUP, "_connect"), (GROUP, "new_group"), STEP], "waits in _connect (train.py:7 in step)", True),
         ([ALL_REDUCE, OURS, STEP], "waits in all_reduce (train.py:7 in step)", True),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tests.torch_oldest import REQUIREMENTS
 
@@ -139,16 +138,6 @@ PRIVATE = [
         "a class that overrides it shapes its buffers itself; without it such a resume is refused",
     ),
     Private(
-        "torch.utils.data.dataloader:_BaseDataLoaderIter._dataset",
-        ("position",),
-        "the data set that an iterator reads: without it nothing is told of copies that stand still",
-    ),
-    Private(
-        "torch.utils.data.dataloader:_BaseDataLoaderIter._index_sampler",
-        ("position",),
-        "the sampler that it asks for batches: without it nothing is told of those that run ahead",
-    ),
-    Private(
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
         ("exactness",),
         "the class of every DataLoader's iterators: type(iter(DataLoader([0]))).__mro__[1]",
@@ -198,8 +187,6 @@ def test_a_private_name_is_where_it_was(private: Private) -> None:
         if path.startswith("DTensor."):
             assert path.split(".")[1] in {*found.DTensor.__slots__, *found.DTensor.__annotations__}, "no attribute"
             return
-        if path.startswith("_BaseDataLoaderIter."):
-            found, path = iter(DataLoader([0])), path.partition(".")[2]  # type: ignore[arg-type,assignment]
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, AssertionError) as error:

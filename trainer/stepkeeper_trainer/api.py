@@ -23,7 +23,7 @@ from stepkeeper_trainer.errors import StepkeeperError, UsageError, check_seconds
 from stepkeeper_trainer.link import Link, Reporter
 from stepkeeper_trainer.load import resume as resuming
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.observe import collectives, schedules
+from stepkeeper_trainer.observe import collectives
 from stepkeeper_trainer.observe.confirmation import Confirmation, begin_confirmation, choose_every
 from stepkeeper_trainer.observe.exactness import Exactness, begin_replay
 from stepkeeper_trainer.observe.metrics import Records, begin_records, whole
@@ -210,12 +210,8 @@ class CheckpointManager:
         Call `step_done` in each round; a round without it is the same step once more.
         """
         self._ready()
-        if self._exactness is not None:
-            self._exactness.begin()
         while not self.finished:
             yield self.step
-            if self._exactness is not None:
-                self._exactness.turn()
 
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
@@ -230,7 +226,6 @@ class CheckpointManager:
         """
         if self._resumed is not None:
             raise UsageError("resume() was called twice: call it once, before the first step")
-        made = schedules.options_of(self._state)
         resumed = resuming.resume(
             self._resume_from,
             strict=self._strict,
@@ -249,8 +244,6 @@ class CheckpointManager:
         if self._random is not None:
             random_state.restore(self._random)  # a loader that is asked for its state may begin its iterator, and draw
         if self.rank == 0:
-            if resumed.step is not None:
-                schedules.tell_restored(made, self._state)
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self._link)
             self._exactness = Exactness(
@@ -385,8 +378,6 @@ class CheckpointManager:
     def save(self) -> None:
         """Begin to save the state as it is now; all ranks call it, between steps."""
         self._ready()
-        if self._exactness is not None:
-            self._exactness.save()
         self._begin_change()
         if not self._boundary.begin_together(Call.SAVE, limit_at=0.0):
             say("save_waits", step=self.step, why="another is in flight")

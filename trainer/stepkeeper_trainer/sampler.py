@@ -125,14 +125,14 @@ class MicroBatches:
 
     def __init__(self, sampler: GlobalSampler, *, batch: int, micro_batch: int, rank: int, world_size: int) -> None:
         """Share the batch of all ranks.  Raises UsageError."""
-        self.of_a_step = accumulation_steps(batch, micro_batch, world_size)
-        self.sampler = sampler
+        accumulation_steps(batch, micro_batch, world_size)
+        self._sampler = sampler
         self._batch, self._micro_batch = batch, micro_batch
         self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin where training is."""
-        ahead = copy.copy(self.sampler)  # what it holds is replaced, never changed in place
+        ahead = copy.copy(self._sampler)  # what it holds is replaced, never changed in place
         skipping = Skipping(ahead, ahead.windows, ahead.steps_done, quiet=True)
         while True:
             for index in range(self._rank, self._batch // self._micro_batch, self._world_size):

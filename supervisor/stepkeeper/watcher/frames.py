@@ -19,6 +19,7 @@ _COLLECTIVES = re.compile(
 )
 _TORCH = re.compile(r"/torch/(?:distributed|autograd|cuda)/")
 _GROUPS = re.compile(r"/stepkeeper_trainer/coordinate/groups\.py$")  # its collectives are called as torch's
+_CONNECTING = ("_connect", "new_group")  # there: a rank waits until the others have come
 _LOADER = re.compile(r"/torch/utils/data/|/multiprocessing/(?:queues|connection)\.py$")
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<")
 _OURS = re.compile(r"/stepkeeper_trainer/(?!examples/)")
@@ -72,7 +73,7 @@ def describe(frames: tuple[Frame, ...]) -> Doing:
     for frame in frames:
         if _LOADER.search(frame.path):
             return Doing(f"{LOADS}{place}")
-        if _GROUPS.search(frame.path) and _COLLECTIVES.fullmatch(frame.function):
+        if _GROUPS.search(frame.path) and (frame.function in _CONNECTING or _COLLECTIVES.fullmatch(frame.function)):
             return Doing(f"waits in {frame.function}{place}", waits=True)
         if _OURS.search(frame.path):
             return Doing(f"is in stepkeeper_trainer's {frame.function}{place}", waits=_is_agreeing(frames))

@@ -340,7 +340,7 @@ def _between(first: int, last: int) -> str:
 def _started(message: Message, seconds: float) -> tuple[array[int] | None, Any] | None:
     """Return what the thread has made of a message; None while it has not.
 
-    With TORCH_DISTRIBUTED_DEBUG=DETAIL the start of a collective waits for all ranks.
+    With more than one level of groups, the thread waits for all ranks.
     """
     try:
         found: tuple[array[int] | None, Any] = message.started.get(timeout=_slice(seconds))

@@ -6,9 +6,8 @@ another run where
 * an evaluation after `step_done` draws random numbers: `Evaluations` sees it while it happens;
 * anything else draws where a resume does not, or does not where a resume draws: `Redrawn` compares the generators at
   the next `step_done` after a save with those at the same `step_done` after a resume;
-* the data position is not in the state, does not move, or runs ahead: `Position` looks at the first two `step_done`;
-* training uses another part that is not in the state: `Omissions` looks at the same two;
-* the state moves after `step_done`, or is saved within a step: `Afterwards` sees it.
+* the data position is not in the state, or does not move: `Position` looks at the first two `step_done`;
+* training uses another part that is not in the state: `Omissions` looks at the same two.
 
 A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.
 
@@ -26,14 +25,17 @@ and comes to others at that `step_done` has drawn otherwise.  A step that itself
 from __future__ import annotations
 
 import csv
+import gc
 import inspect
 import math
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -41,10 +43,9 @@ from stepkeeper_trainer.formats.messages import Replayed, shorten
 from stepkeeper_trainer.formats.plain import DecodeError, decode_format, open_plain, read_plain
 from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import say, warn
-from stepkeeper_trainer.observe.afterwards import Afterwards
 from stepkeeper_trainer.observe.metrics import METRICS_NAME
 from stepkeeper_trainer.observe.omissions import Omissions
-from stepkeeper_trainer.observe.position import Position
+from stepkeeper_trainer.sampler import GlobalSampler
 from stepkeeper_trainer.save.save import conditions
 from stepkeeper_trainer.state import random_state
 
@@ -290,7 +291,6 @@ class Exactness:
         """Begin right after a resume; `model` is what hooks may be attached to."""
         self._position = Position(state.others)
         self._omissions = Omissions(state)
-        self._afterwards = Afterwards(state, resumed.step)
         self._sequence = 0  # of the newest save that was seen
         self._evaluations = Evaluations(model)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
@@ -309,20 +309,6 @@ class Exactness:
             if of_now:
                 self._redrawn.saved(step)
         self._evaluations.leave(step)
-        self._afterwards.leave(step)
-
-    def begin(self) -> None:
-        """Look around as the loop begins."""
-        self._afterwards.begin()
-
-    def turn(self) -> None:
-        """Look around as the loop comes round."""
-        self._afterwards.turn()
-        self._position.turn()
-
-    def save(self) -> None:
-        """Look around as the script begins a save."""
-        self._afterwards.save()
 
 
 class _Left(NamedTuple):
@@ -403,6 +389,75 @@ class Evaluations:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class Position:
+    """Whether the first two steps move through data whose position is not in the state, or does not move."""
+
+    def __init__(self, parts: Mapping[str, object]) -> None:
+        """Take what the state holds beside model and optimizer."""
+        self._parts = parts
+        self._steps = 0
+        self._read: list[tuple[weakref.ref[Any], int]] = []  # iterators that lived, and what they had given by then
+
+    def arrive(self, step: int) -> None:
+        """Look around as `step_done` begins: after the first step for iterators, after the second for those read."""
+        self._steps += 1
+        if self._steps == 1:
+            self._check_sampler(step)
+            if all(_knows_no_data(part) for name, part in self._parts.items() if name != "scheduler"):
+                self._read = [(weakref.ref(each), _given(each)) for each in _iterators()]
+        elif self._steps == 2:  # noqa: PLR2004
+            self._check_loaders(step)
+            self._read = []
+
+    def _check_sampler(self, step: int) -> None:
+        samplers = [part for part in self._parts.values() if isinstance(part, GlobalSampler)]
+        if samplers and samplers[0].steps_done < step:
+            warn(
+                "data_position_stands",
+                step=step,
+                why="the sampler has not moved in this step: a resume starts its data again",
+                remedy="call sampler.advance(samples of all ranks) in each step, before step_done()",
+            )
+
+    def _check_loaders(self, step: int) -> None:
+        live = ((reference(), given) for reference, given in self._read)
+        read = next((each for each, given in live if each is not None and _given(each) > given), None)
+        if read is None:
+            return
+        warn(
+            "data_position_not_saved",
+            step=step,
+            loader=f"{type(read).__module__.split('.')[0]}'s DataLoader",
+            why="it is read in each step, and the state has neither a sampler nor a loader: "
+            "unless the script restores its own place in the data, a resume starts its data again",
+            remedy="give state={..., 'sampler': GlobalSampler(...)}, or a StatefulDataLoader as 'loader'",
+        )
+
+
+def _knows_no_data(part: object) -> bool:
+    """Whether a part of the state can hold no position in the data: schedules, scalers, averages of weights."""
+    module = type(part).__module__
+    return isinstance(part, torch.nn.Module) or (
+        module.split(".")[0] == "torch" and not module.startswith("torch.utils.data")
+    )
+
+
+def _iterators() -> list[Any]:
+    """Return the iterators over DataLoaders that there are: the collector knows who lives."""
+    return [each for each in gc.get_referrers(*_kinds(_BaseDataLoaderIter)) if isinstance(each, _BaseDataLoaderIter)]
+
+
+def _given(iterator: Any) -> int:
+    """Return how many batches an iterator has given."""
+    return int(getattr(iterator, "_num_yielded", 0))
+
+
+def _kinds(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _kinds(kind)
 
 
 def _kept(generators: Mapping[str, bytes]) -> bool:

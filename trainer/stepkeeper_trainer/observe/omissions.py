@@ -1,10 +1,8 @@
 """What training uses and the state does not have, looked for on rank 0 in the first two steps: each is said once.
 
-A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, an
-average of weights, and gradients that one `step_done` leaves for the next one.  A part of the script's own may hold
-what is missing elsewhere: where the state has one, only gradients and buffers are looked at.
-
-A module saves no buffer with `persistent=False`.  One that each step changes in its place is no cache.
+A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, and
+gradients that one `step_done` leaves for the next one.  A part of the script's own may hold what is missing elsewhere:
+where the state has one, only gradients are looked at.
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.amp import GradScaler
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import warn
@@ -29,11 +25,10 @@ if TYPE_CHECKING:
 
     from stepkeeper_trainer.state.training import TrainingState
 
-KINDS = (LRScheduler, Optimizer, GradScaler, AveragedModel)
+KINDS = (LRScheduler, Optimizer, GradScaler)
 KNOWN = ("torch", "torchdata", "datasets", "stepkeeper_trainer")  # packages whose parts hold nothing of these kinds
 PROBES = 4  # weights of which a number is compared
 LOOKS = 2  # steps that are looked at
-BUFFER_BYTES_MAX = 1024 * 1024  # of a buffer that is compared
 
 
 class _Seen(NamedTuple):
@@ -54,8 +49,6 @@ class Omissions:
         self._weights = self._versions()
         self._numbers = self._probe()
         self._scalings = _scalings()
-        self._buffers: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
-        self._copies: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []
 
     def arrive(self, step: int) -> None:
         """Look around as `step_done` begins."""
@@ -63,17 +56,9 @@ class Omissions:
         if self._steps > LOOKS:
             return
         if self._steps == 1 and not any(map(_may_hold_more, self._state.others.values())):
-            self._seen = [_Seen(weakref.ref(each), _counts(each)) for each in living(*KINDS)]
-            self._copies = [(weakref.ref(each), _versions(each.parameters())) for each in self._find_copies()]
+            self._seen = [_Seen(weakref.ref(each), _counts(each)) for each in _living()]
         elif self._steps == LOOKS:
             self._check_parts(step)
-            self._check_copies(step)
-            self._check_buffers(step)
-        if self._steps == 1:
-            self._buffers = {
-                name: (weakref.ref(each), each._version, each.detach().clone())  # noqa: SLF001
-                for name, each in self._unsaved_buffers()
-            }
         if self._check_gradients(step) or self._steps == LOOKS:
             self._weights, self._numbers = [], []
             return
@@ -84,7 +69,6 @@ class Omissions:
         living = [(each, was) for each, was in ((one.reference(), one.was) for one in seen) if each is not None]
         saved = [part.optimizer for part in self._state.optimizers.values()]
         others = set(map(id, _with_members(self._state.others.values())))
-        others |= {id(each) for part in self._state.modules.values() for each in part.module.modules()}
         known = {id(weight) for part in self._state.modules.values() for weight in part.parameters().values()}
         trained = {id(weight) for one in saved for weight in _weights_of(one)}
         for each, was in living:
@@ -94,9 +78,7 @@ class Omissions:
                 missing = any(each.optimizer is one for one in saved)
             elif isinstance(each, Optimizer):
                 own = set(map(id, _weights_of(each)))
-                used = _counts(each) != was and bool(each.state or own - known)
-                idle = not any(one.state for one in saved if own & set(map(id, _weights_of(one))))
-                missing = used and (not own & trained or (bool(each.state) and idle))
+                missing = _counts(each) != was and not own & trained and bool(each.state or own - known)
             else:
                 missing = _counts(each) != was
             if missing:
@@ -109,77 +91,13 @@ class Omissions:
                     remedy=f"give it a name of its own in CheckpointManager(state={{...}}): {_advice(each)}",
                 )
 
-    def _find_copies(self) -> list[torch.nn.Module]:
-        """Return modules of the same type and weights' shapes as one of the state, that no part has."""
-        saved = {id(each) for part in self._state.modules.values() for each in part.module.modules()}
-        whole = [_inner(part.module) for part in self._state.modules.values()]
-        weights = {id(each) for part in self._state.modules.values() for each in part.parameters().values()}
-        saved |= {id(each) for average in living(AveragedModel) for each in average.modules()}  # told by its own name
-        found = [each for each in living(*{type(each) for each in whole}) if id(each) not in saved]
-        return [each for each in found if any(_like(each, one, weights) for one in whole)]
-
-    def _check_copies(self, step: int) -> None:
-        """Look for averages that the script makes itself: copies with weights that move, and are not the model's."""
-        copies, self._copies = self._copies, []
-        whole = [_inner(part.module) for part in self._state.modules.values()]
-        trained = {id(weight) for each in living(Optimizer) for weight in _weights_of(each)}
-        for reference, was in copies:
-            each = reference()
-            if each is None or _versions(each.parameters()) == was or trained & set(map(id, each.parameters())):
-                continue  # an optimizer that the state lacks is told
-            if not any(_equal(each, one) for one in whole if type(one) is type(each)):
-                warn(
-                    "part_not_saved",
-                    step=step,
-                    part=type(each).__name__,
-                    why="its weights move as training does, as those of an average, and the state does not have it: "
-                    "unless the script restores it, a resume begins it again",
-                    remedy="give it a name of its own in CheckpointManager(state={...}): 'ema': ema",
-                )
-                return
-
-    def _unsaved_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for part_name, part in self._state.modules.items():
-            for path, module in part.module.named_modules():
-                for name in getattr(module, "_non_persistent_buffers_set", ()):
-                    each = getattr(module, name, None)
-                    if (
-                        type(each) is not torch.Tensor
-                        or each.layout is not torch.strided
-                        or each.is_meta
-                        or each.is_inference()
-                    ):
-                        continue
-                    compared = each.dtype.itemsize > 1 or not each.is_floating_point()  # torch compares no float8
-                    if compared and each.numel() and each.nbytes <= BUFFER_BYTES_MAX:
-                        yield ".".join(filter(None, (part_name, path, name))), each
-
-    def _check_buffers(self, step: int) -> None:
-        """Look for buffers that are not saved, and that a step changes in their place to another value."""
-        seen, self._buffers = self._buffers, {}
-        for name, each in self._unsaved_buffers():
-            reference, version, value = seen.get(name, (None, 0, each))
-            if reference is None or reference() is not each or each._version == version:  # noqa: SLF001
-                continue  # made anew: a cache
-            if value.size() != each.size() or torch.equal(value, each):
-                continue
-            warn(
-                "buffer_not_saved",
-                step=step,
-                buffer=name,
-                why="training changes it, and it has persistent=False: unless each step computes it from nothing, "
-                "a resume begins it again",
-                remedy="register it with persistent=True",
-            )
-            return
-
     def _check_gradients(self, step: int) -> bool:
         """Say whether gradients wait for a later step, as when `step_done` comes after each micro-batch."""
         weights = self._weights_of_all()
         if not weights or self._versions() != self._weights or self._probe() != self._numbers:
             return False  # an optimizer has stepped, perhaps at a learning rate of 0, perhaps through `.data`
         gradients = [local(each.grad) for each in weights if each.grad is not None and not each.grad.is_sparse]
-        if not gradients or _scalings() != self._scalings or living(torch.cuda.CUDAGraph):
+        if not gradients or _scalings() != self._scalings or _living((torch.cuda.CUDAGraph,)):
             return False  # a scaler has left out the step, perhaps for another rank; a replayed graph moves no counter
         finite = all(bool(each.isfinite().all()) for each in gradients)
         if not finite or not any(bool(each.any()) for each in gradients):
@@ -213,22 +131,22 @@ def _weights_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return counters; a tensor of `inference_mode` has none."""
-    own = [one for each in tensors for one in (each, local(each))]
-    return [0 if each.is_inference() else each._version for each in own]  # noqa: SLF001
+    return [count for each in tensors for count in (each._version, local(each)._version)]  # noqa: SLF001
+
+
+def _living(kinds: tuple[type, ...] = KINDS) -> list[Any]:
+    return living(*kinds)
 
 
 def _scalings() -> int:
     """Return a number that an update of a scaler moves, and its first use does not."""
-    return sum(sum(_counts(each)) for each in living(GradScaler))
+    return sum(sum(_counts(each)) for each in _living((GradScaler,)))
 
 
 def _counts(each: Any) -> list[int]:
     """Return what moves when it is used; asks no device."""
     if isinstance(each, Optimizer):
         return _versions(_weights_of(each))
-    if isinstance(each, AveragedModel):
-        return _versions([each.n_averaged])
     kept = [getattr(each, name, None) for name in ("_scale", "_growth_tracker")]  # of a scaler
     return _versions(tensor for tensor in kept if isinstance(tensor, torch.Tensor))
 
@@ -253,40 +171,7 @@ def _may_hold_more(part: object) -> bool:
     )
 
 
-def _inner(module: torch.nn.Module) -> torch.nn.Module:
-    """Return what DistributedDataParallel or `torch.compile` has wrapped."""
-    for name in ("module", "_orig_mod"):
-        inner = getattr(module, name, None)
-        if isinstance(inner, torch.nn.Module) and len(list(module.children())) == 1:
-            return _inner(inner)
-    return module
-
-
-def _like(each: torch.nn.Module, other: torch.nn.Module, weights: set[int]) -> bool:
-    """Whether a module is a copy of another one: weights of the same names and shapes, and none in common."""
-    one, two = dict(each.named_parameters()), dict(other.named_parameters())
-    if any(map(is_lazy, (*one.values(), *two.values()))):
-        return False  # without a shape yet
-    same = (
-        bool(one)
-        and type(each) is type(other)
-        and {n: p.shape for n, p in one.items()} == {n: p.shape for n, p in two.items()}
-    )
-    return same and not any(id(weight) in weights for weight in one.values())
-
-
-def _equal(copy: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether some weights of a copy are those of the model, in its own precision."""
-    one, two = list(copy.parameters())[:PROBES], list(other.parameters())[:PROBES]
-    if [each.shape for each in one] != [each.shape for each in two]:
-        return False
-    pairs = [(local(a.detach()), local(b.detach())) for a, b in zip(one, two, strict=True)]
-    return all(a.shape != b.shape or torch.equal(a, b.to(a.device, a.dtype)) for a, b in pairs)
-
-
 def _advice(each: object) -> str:
     if isinstance(each, Optimizer):
         return "the optimizer, and the module that it trains"
-    if isinstance(each, AveragedModel):
-        return "'average': average"
     return "'scheduler': scheduler" if isinstance(each, LRScheduler) else "'scaler': scaler"

@@ -74,7 +74,7 @@ _closed: list[tuple[float, list[Level]]] = []  # since when, by time.monotonic()
 IDLE_AFTER_S = 10.0
 """From then on no thread of a closed group lets a tensor go, for which it wants the interpreter.
 
-The end of a group holds the interpreter, and waits for those threads.
+In torch 2.6 the end of a group holds the interpreter, and waits for those threads.
 """
 
 

@@ -7,7 +7,7 @@ node is played alone, with the clocks that Slurm has in production, for docs/ben
     python -m tests.bench_recovery [--repeats 3] [--production]
     python -m tests.bench_recovery --page PAGE [--quick] [--ways stepkeeper,torchrun] [--faults rank,hang]
 
-With `--page` nothing is kept, and the page shows this round alone.  Without a round to play (`--repeats 0`) the page is
+With `--page` nothing is kept, and the page shows this run alone.  Without a round to play (`--repeats 0`) the page is
 written from what is kept.
 """
 
@@ -170,6 +170,7 @@ def main() -> None:
     site = peers(USER)
     ways = [way for way in ways if way.package not in site.missing]
     kind = "production" if chosen.production else "recovery"
+    played: list[Round] = []
     for _ in range(chosen.repeats):
         with Lab(PRODUCTION if chosen.production else OPTIONS) as lab:
             bench = Bench(lab, site)
@@ -181,7 +182,8 @@ def main() -> None:
                 else:
                     bench.one_after_another(ways, fault)
                 if chosen.page:
-                    write(kind, [bench.found()], faults, site, chosen.page)
+                    write(kind, [*played, bench.found()], faults, site, chosen.page)
+        played.append(bench.found())
         if chosen.page is None:
             print(f"kept: {bench.found().keep(kind)}", flush=True)
     if chosen.page is None:

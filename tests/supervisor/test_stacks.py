@@ -247,6 +247,7 @@ STEP = "/w/train.py", "step"
         ([(GROUP, "reduce_max"), OURS, STEP], "waits in reduce_max (train.py:7 in step)", True),
         ([(GROUP, "gather"), OURS, STEP], "waits in gather (train.py:7 in step)", True),
         ([(GROUP, "_connect"), (GROUP, "new_group"), STEP], "waits in _connect (train.py:7 in step)", True),
+        ([(OURS[0], "_started"), OURS, STEP], "waits in the agreement of all ranks (train.py:7 in step)", True),
         ([ALL_REDUCE, OURS, STEP], "waits in all_reduce (train.py:7 in step)", True),
     ],
 )

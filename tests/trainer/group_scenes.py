@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from stepkeeper_trainer import CheckpointManager
 from stepkeeper_trainer.coordinate import groups
+from stepkeeper_trainer.coordinate.agreement import Agreement, Proposal
+from stepkeeper_trainer.errors import LateError
 from tests.trainer.ending_scenes import finishes
 
 FAN_OUT = 2
@@ -95,3 +98,61 @@ def ends(rank: int, directory: Path, *, hit: str, who: int) -> int:
     """Finish, while rank `who` is killed."""
     groups.FAN_OUT = FAN_OUT
     return finishes(rank, directory, hit=hit, who=who)
+
+
+def begins_again(rank: int, directory: Path, *, size: int) -> int:
+    """Begin torch.distributed anew: rank 0 has made groups of ours before, as a process that outlived the others."""
+    dist.destroy_process_group()
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert groups.new_group(60.0) is not None
+        dist.destroy_process_group()
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "again"), size), rank=rank, world_size=size)
+    return talks(rank, directory, size=size)
+
+
+def is_late(rank: int, _directory: Path) -> int:
+    """Ask for collectives of the main thread, while the thread of the agreement waits for the last rank's message."""
+    groups.FAN_OUT = FAN_OUT
+    store = dist.distributed_c10d._get_default_store()
+    agreement = Agreement(groups.new_group(60.0), within_s=60.0)
+    if rank == LATE:
+        store.wait(["refused/0", "refused/1"])
+    agreement.issue(Proposal(request_id=rank))
+    if rank != LATE:
+        agreement.within_s = 0.2
+        try:
+            assert agreement.idle_group is None, "its message is on the way"
+        except LateError:
+            agreement.within_s = 60.0
+            store.set(f"refused/{rank}", "")
+    group = agreement.idle_group
+    assert group is not None
+    assert group.all_gather(rank) == [0, 1, LATE]
+    assert agreement.read(Proposal).request_id == LATE
+    agreement.close()
+    return 0
+
+
+def closes(rank: int, _directory: Path) -> int:
+    """End the group while the other rank's message is still to come: torch would wait for it."""
+    store = dist.distributed_c10d._get_default_store()
+    agreement = Agreement(groups.new_group(60.0), within_s=0.2)
+    if rank == 1:
+        store.wait(["closed"])
+        agreement.within_s = 60.0
+    agreement.issue(Proposal(request_id=1))
+    if rank == 1:
+        assert agreement.read(Proposal).request_id == 1
+        store.set("answered", "")
+        agreement.close()
+        return 0
+    try:
+        agreement.read(Proposal)
+    except LateError:
+        agreement.close()
+        store.set("closed", "")
+        store.wait(["answered"])
+        return 0
+    return 1

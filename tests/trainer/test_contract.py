@@ -139,7 +139,7 @@ PRIVATE = [
     ),
     Private(
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
-        ("exactness",),
+        ("position",),
         "the class of every DataLoader's iterators: type(iter(DataLoader([0]))).__mro__[1]",
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import time
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
+from stepkeeper_trainer.observe import afterwards
 from stepkeeper_trainer.observe.exactness import EVALUATIONS, RANDOM_BYTES_MAX, RANDOM_NAME
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -422,8 +424,11 @@ def test_gradients_that_no_later_step_takes_are_not_told(tmp_path: Path, said: S
 class Position:
     """A position in the data of the script's own."""
 
+    def __init__(self) -> None:
+        self.at = 0
+
     def state_dict(self) -> dict[str, int]:
-        return {"at": 0}
+        return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take it back."""
@@ -452,3 +457,351 @@ def test_a_sampler_that_does_not_move_is_told(tmp_path: Path, said: Said) -> Non
 
     (line,) = said("data_position_stands")
     assert "before step_done()" in line
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Counts as it is iterated, in the process that does so."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.at += 1
+            yield torch.full((4,), float(self.at))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Around(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Reads another one, through a function with a closure as pipelines do."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.steps = [lambda: iter(stream)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.steps[0]()
+
+
+class Cursor(Squares):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return super().__getitem__((index + self.read) % 40)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "order": torch.arange(40)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class Batches:
+    """A batch sampler that counts as it is asked, or as the script says."""
+
+    def __init__(self, *, asked: bool) -> None:
+        self.asked, self.at = asked, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        at = self.at
+        while True:
+            at += 4
+            if self.asked:
+                self.at = at
+            yield [each % 40 for each in range(at, at + 4)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def train_on(loop: Loop, loader: DataLoader[Any], each: Act = lambda _: None) -> None:
+    batches = iter(loader)
+    for _ in range(3):
+        loop.train(next(batches))
+        each(loop)
+        loop.manager.step_done()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("which", ["itself", "wrapped", "map"])
+def test_a_data_set_in_the_state_that_workers_read_is_told_once(
+    tmp_path: Path, said: Said, which: str, workers: int
+) -> None:
+    part: Any = Cursor() if which == "map" else Stream()
+    loop = Loop(tmp_path / "run", more={"words": part})
+    data = Around(part) if which == "wrapped" else part
+    train_on(loop, DataLoader(data, batch_size=4, num_workers=workers))
+
+    (line,) = said("data_position_")
+    assert line.startswith(f"data_position_stands step=2 part=words kind={type(part).__name__} ")
+    assert "worker processes" in line
+    assert "torchdata's StatefulDataLoader" in line
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sampler_that_counts_what_a_loader_asks_ahead_is_told_once(tmp_path: Path, said: Said, workers: int) -> None:
+    sampler = Batches(asked=True)
+    loop = Loop(tmp_path / "run", more={"batches": sampler})
+    train_on(loop, DataLoader(Squares(), batch_sampler=sampler, num_workers=workers))
+
+    (line,) = said("data_position_")
+    assert line.startswith(f"data_position_ahead step=2 part=batches kind=Batches batches={2 * workers} ")
+    assert "remedy=" in line
+
+
+def _moved(position: Batches | Position) -> Act:
+    def move(_: Loop) -> None:
+        position.at += 4
+
+    return move
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_place_in_the_data_that_moves_with_training_is_not_told(tmp_path: Path, said: Said, workers: int) -> None:
+    told, counted = Batches(asked=False), Position()
+    data = Cursor()
+    moves: list[tuple[dict[str, Any], DataLoader[Any], Act]] = [
+        ({"batches": told}, DataLoader(Squares(), batch_sampler=told, num_workers=workers), _moved(told)),  # type: ignore[arg-type]
+        ({"data": data, "own": counted}, DataLoader(data, batch_size=4, num_workers=workers), _moved(counted)),
+    ]
+    asked, stream = Batches(asked=True), Stream()
+    if not workers:
+        moves.append(({"batches": asked}, DataLoader(Squares(), batch_sampler=asked), lambda _: None))  # type: ignore[arg-type]
+        moves.append(({"data": stream}, DataLoader(stream, batch_size=4), lambda _: None))
+    for number, (more, loader, move) in enumerate(moves):
+        train_on(Loop(tmp_path / f"run{number}", more=more), loader, move)
+    loop = Loop(tmp_path / "both")
+    train_on(
+        Loop(tmp_path / "both", more={"sampler": loop.sampler, "data": data}),
+        DataLoader(data, num_workers=workers),
+        lambda _: loop.sampler.advance(4),
+    )
+
+    assert said("data_position_") == []
+
+
+def train_turns(loop: Loop, afterwards: Act, *, turns: int = 3) -> None:
+    for step in loop.manager.steps():
+        loop.train()
+        loop.manager.step_done()
+        if step + 1 == turns:
+            break
+        afterwards(loop)
+
+
+def _clamp(loop: Loop) -> None:
+    with torch.no_grad():
+        for each in loop.model.parameters():
+            each.clamp_(-0.01, 0.01)
+
+
+def _slower(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def _swap_and_back(loop: Loop) -> None:
+    with torch.no_grad():
+        for each in loop.model.parameters():
+            kept = each.clone()
+            each.zero_()
+            each.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    ("afterwards", "step", "part"),
+    [(_clamp, 2, "model"), (_slower, 1, "optimizer"), (lambda loop: loop.sampler.advance(4), 1, "sampler")],
+)
+def test_what_moves_after_the_step_is_told_once(
+    tmp_path: Path, said: Said, afterwards: Act, step: int, part: str
+) -> None:
+    train_turns(Loop(tmp_path / "run"), afterwards, turns=4)
+
+    (line,) = said("state_moves_after_step")
+    assert line.startswith(f"state_moves_after_step step={step} parts={part} ")
+    assert "before step_done()" in line
+
+
+def test_a_schedule_that_moves_after_a_later_step_is_told(tmp_path: Path, said: Said) -> None:
+    model = torch.nn.Linear(1, 1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(model.parameters(), lr=1.0), 0.5)
+    loop = Loop(tmp_path / "run", more={"schedule": schedule})
+    train_turns(loop, lambda loop: schedule.step() if loop.manager.step == 5 else None, turns=8)
+
+    (line,) = said("state_moves_after_step")
+    assert line.startswith("state_moves_after_step step=5 parts=schedule ")
+
+
+def _swap_for_an_evaluation(loop: Loop) -> None:
+    """Swap an average in once in some steps; the next turn begins with the weights."""
+    if loop.manager.step == 1:
+        _clamp(loop)
+
+
+@pytest.mark.parametrize(
+    "afterwards", [_swap_and_back, _swap_for_an_evaluation, Loop.evaluate, lambda loop: loop.manager.save()]
+)
+def test_what_is_put_back_after_the_step_or_saved_there_is_not_told(
+    tmp_path: Path, said: Said, afterwards: Act
+) -> None:
+    train_turns(Loop(tmp_path / "run"), afterwards)
+
+    assert said("state_moves_after_step") == []
+
+
+@pytest.mark.parametrize("steps", [8, 12])
+def test_a_schedule_of_another_length_is_told_as_it_is_restored(tmp_path: Path, said: Said, steps: int) -> None:
+    def schedule(steps: int) -> torch.optim.lr_scheduler.SequentialLR:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], [2])
+
+    first = Loop(tmp_path / "run", more={"schedule": schedule(8)}, every=1)
+    first.train()
+    first.manager.step_done()
+    assert first.manager.wait_saved(60)
+
+    Loop(tmp_path / "run", more={"schedule": schedule(steps)}, resume_from="latest")
+
+    told = said("schedule_restored")
+    assert len(told) == (steps == 12)
+    assert all('part=schedule options="1.T_max=8 (the script has 12)"' in line for line in told)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_weights_that_are_loaded_after_the_resume_are_told(tmp_path: Path, said: Said, *, replace: bool) -> None:
+    first = Loop(tmp_path / "run", every=1)
+    initial = copy.deepcopy(first.model.state_dict())
+    train_turns(first, lambda _: None, turns=1)
+    assert first.manager.wait_saved(60)
+
+    resumed = Loop(tmp_path / "run", resume_from="latest")
+    resumed.model.load_state_dict(initial if replace else copy.deepcopy(resumed.model.state_dict()))
+    train_turns(resumed, lambda _: None, turns=2)
+
+    told = said("weights_replaced_after_resume")
+    assert len(told) == replace
+    assert all("step=1 parts=model " in line and "before resume()" in line for line in told)
+
+
+@pytest.mark.parametrize("which", ["average", "given", "frozen"])
+def test_an_average_that_the_state_lacks_is_told(tmp_path: Path, said: Said, which: str) -> None:
+    torch.manual_seed(1)
+    model = Wrapped(torch.nn.Linear(4, 1))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    loop = Loop(tmp_path / "run", more={"net": model} | ({"ema": average} if which == "given" else {}))
+    for _ in range(3):
+        loop.train()
+        with torch.no_grad():
+            model.module.weight += 1.0
+            if which in ("average", "given"):
+                average.update_parameters(model)
+        loop.manager.step_done()
+
+    told = [line.split("part=")[1].split(" ")[0] for line in said("part_not_saved")]
+    assert told == ["AveragedModel"] * (which == "average")
+
+
+@pytest.mark.parametrize("how", ["own loop first", "one turn and an own loop", "again and again"])
+def test_a_loop_that_steps_makes_in_part_is_not_told_of(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Weights are looked at in two steps and no more: that waits for a GPU."""
+    first = Loop(tmp_path / "run", every=1)
+    train_turns(first, lambda _: None, turns=1)
+    assert first.manager.wait_saved(60)
+    loop = Loop(tmp_path / "run", resume_from="latest")
+    looks = 0
+    numbers = afterwards._numbers
+
+    def look(weight: torch.Tensor) -> object:
+        nonlocal looks
+        looks += 1
+        return numbers(weight)
+
+    def own_loop() -> None:
+        for _ in range(4):
+            loop.train()
+            loop.manager.step_done()
+
+    monkeypatch.setattr(afterwards, "_numbers", look)
+    if how == "own loop first":
+        own_loop()
+        train_turns(loop, lambda _: None, turns=loop.manager.step + 3)
+    elif how == "one turn and an own loop":
+        train_turns(loop, lambda _: None, turns=2)
+        own_loop()
+    else:
+        for _ in range(6):  # each is left after one turn
+            train_turns(loop, lambda _: None, turns=loop.manager.step + 1)
+
+    assert said("weights_replaced_after_resume") + said("state_moves_after_step") == []
+    assert looks <= len(list(loop.model.parameters())) * (2 * afterwards.LOOKS + 1)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "schedules:tell_restored",
+        "position:Position.gathered",
+        "position:Position.arrive",
+        "afterwards:Afterwards.begin",
+        "afterwards:Afterwards.turn",
+        "afterwards:Afterwards.leave",
+        "exactness:Evaluations._on_forward",
+    ],
+)
+def test_what_goes_wrong_in_a_look_ends_no_training(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Scripts have objects of any kind: what they raise when they are looked at cannot be foreseen."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("nobody knows")
+
+    first = Loop(tmp_path / "run", every=1)
+    train_turns(first, lambda _: None, turns=1)
+    assert first.manager.wait_saved(60)
+    module, _, name = place.partition(":")
+    monkeypatch.setattr(f"stepkeeper_trainer.observe.{module}.{name}", fail)
+    loop = Loop(tmp_path / "run", resume_from="latest")
+    train_turns(loop, Loop.evaluate)
+
+    (line,) = said("looks_ended")
+    assert "ValueError: nobody knows" in line
+    assert loop.manager.step == 3
+
+
+class Waits(Position):
+    """Its state comes of all ranks: a rank that asks alone waits for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        return super().state_dict()
+
+
+def test_no_part_is_asked_for_its_state_by_rank_0_alone(tmp_path: Path) -> None:
+    part = Waits()
+    loop = Loop(tmp_path / "run", more={"part": part}, attach_hooks=False)
+    asked = [0, part.asked]
+    for _ in loop.manager.steps():
+        loop.train()
+        loop.manager.step_done()
+        asked.append(part.asked)
+        if loop.manager.step == 4:
+            break
+
+    assert [after - before for before, after in itertools.pairwise(asked)] == [1, 1, 0, 0, 0]

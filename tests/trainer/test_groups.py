@@ -53,6 +53,24 @@ def test_each_collective_gives_what_it_promises(stage: Stage, tmp_path: Path, si
     assert ended.codes == [0] * size, ended.said
 
 
+def test_groups_of_processes_with_another_past_find_each_other(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:begins_again", tmp_path, ranks=3, limit_s=LIMIT_S, size=3)
+
+    assert ended.codes == [0] * 3, ended.said
+
+
+def test_collectives_wait_for_a_message_that_is_on_its_way(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:is_late", tmp_path, ranks=3, limit_s=LIMIT_S)
+
+    assert ended.codes == [0] * 3, ended.said
+
+
+def test_a_group_whose_last_message_is_not_answered_is_left_open(stage: Stage, tmp_path: Path) -> None:
+    ended = stage.play(f"{SCENES}:closes", tmp_path, ranks=2, limit_s=30.0)
+
+    assert ended.codes == [0] * 2, ended.said
+
+
 def test_a_training_of_several_levels_resumes_where_it_was(stage: Stage, tmp_path: Path) -> None:
     said = [
         stage.play(f"{SCENES}:trains", tmp_path / name, ranks=5, limit_s=LIMIT_S, steps=steps).said

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stepkeeper_trainer.coordinate.agreement import Proposal
 from stepkeeper_trainer.state import Counters, TrainingState
 from stepkeeper_trainer.state.last_step import LastStep
 
@@ -137,7 +138,32 @@ def test_a_state_that_costs_much_of_a_step_is_given_up(answer_s: float, step_s: 
     for _ in range(6):
         time.sleep(step_s)
         last.forget()
+        last.note_agreed(Proposal(too_dear=last.too_dear))
         last.mark()
 
     assert last.unchanged is known
     assert last.why_not.startswith("another rank" if known else "taking the state down costs 3")
+
+
+def test_a_rank_asks_until_all_ranks_give_it_up() -> None:
+    """A `state_dict()` may be a collective: who stops alone keeps the others waiting."""
+    marked = Marked()
+    asked = 0
+    answer = marked.buffer.state_dict
+
+    def slow() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        time.sleep(0.01)
+        return answer()
+
+    marked.buffer.state_dict = slow  # type: ignore[method-assign]
+    last = LastStep(marked.state)
+    counts = []
+    for step in range(8):
+        last.note_agreed(Proposal(too_dear=step == 6))
+        last.mark()
+        counts.append(asked)
+
+    assert last.too_dear
+    assert counts == [1, 2, 3, 4, 5, 6, 6, 6]

@@ -210,8 +210,12 @@ class CheckpointManager:
         Call `step_done` in each round; a round without it is the same step once more.
         """
         self._ready()
+        if self._exactness is not None:
+            self._exactness.begin()
         while not self.finished:
             yield self.step
+            if self._exactness is not None and not self.finished:
+                self._exactness.turn()
 
     def resume(self) -> int:
         """Load what this launch resumes from, if anything, and return how many steps are done.
@@ -226,6 +230,9 @@ class CheckpointManager:
         """
         if self._resumed is not None:
             raise UsageError("resume() was called twice: call it once, before the first step")
+        exactness = Exactness(self._state)
+        if self.rank == 0:
+            exactness.resumes()
         resumed = resuming.resume(
             self._resume_from,
             strict=self._strict,
@@ -246,10 +253,11 @@ class CheckpointManager:
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self._link)
-            self._exactness = Exactness(
-                self._state.main_module if self._hooks else None,
-                self._state,
-                resumed=resumed,
+            self._exactness = exactness
+            exactness.resumed(
+                resumed,
+                tensors,
+                hooked=self._state.main_module if self._hooks else None,
                 run_directory=self.run_dir,
                 environment=self._environment,
             )
@@ -352,6 +360,8 @@ class CheckpointManager:
         if not self._prepared:
             self._prepared = True
             tensors = self._check_state(Call.STEP)  # the first step makes the optimizer's part
+            if self._exactness is not None:
+                self._exactness.gathered(tensors)
             if not self._boundary.wanted:  # the save does it itself
                 saver.prepare(tensors)
         self._boundary.save_as_agreed(agreed)
@@ -443,10 +453,11 @@ class CheckpointManager:
         self.wait_staged()
         self._requests.close()
         if code != ending.EXIT_UNSAVED:  # of a save without an end, its thread still waits in them
-            for group in (self._boundary.group, talked):
-                if group is not None:
-                    group.close()
-            self._agreement.close()
+            if self._boundary.group is not None:
+                self._boundary.group.close()
+            for each in (talked, self._agreement):
+                if each is not None:
+                    each.close()
         return code
 
     def _check_state(self, call: Call) -> dict[str, torch.Tensor]:
@@ -565,15 +576,13 @@ class CheckpointManager:
         self._ready().note_agreed(agreed)
         self._periodic.note_agreed(agreed)
         self._snapshots.note_agreed(agreed)
+        self._last_step.note_agreed(agreed)
         self._periodic.note_commit(self._ready().newest)
         return agreed
 
     def _proposal(self) -> Proposal:
-        return self._requests.propose(
-            self._ready().propose(held=self._guard.held),
-            due=self._periodic.asks(self.step),
-            snapshot=self._snapshots.asks(self.step),
-        )
+        own = self._ready().propose(held=self._guard.held, too_dear=self._last_step.too_dear)
+        return self._requests.propose(own, due=self._periodic.asks(self.step), snapshot=self._snapshots.asks(self.step))
 
     def _ready(self) -> Saver:
         if self._ended:

@@ -27,6 +27,7 @@ class Worker:
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._at_work = threading.Lock()
         self.leaving = False  # the process ends: a job that only waits is to end, too
+        self.has_left = False  # none is at work then, and none begins any more
         self._thread: threading.Thread | None = None
 
     def do(self, job: Callable[[], None]) -> None:
@@ -56,4 +57,4 @@ class Worker:
     def _rest(self) -> None:
         """Let the job at hand end, up to a limit, and no other begin."""
         self.leaving = True
-        self._at_work.acquire(timeout=LEAVE_WITHIN_S)
+        self.has_left = self._at_work.acquire(timeout=LEAVE_WITHIN_S)

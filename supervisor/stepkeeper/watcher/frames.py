@@ -20,6 +20,8 @@ _COLLECTIVES = re.compile(
 _TORCH = re.compile(r"/torch/(?:distributed|autograd|cuda)/")
 _GROUPS = re.compile(r"/stepkeeper_trainer/coordinate/groups\.py$")  # its collectives are called as torch's
 _CONNECTING = ("_connect", "new_group")  # there: a rank waits until the others have come
+_AGREEMENT = re.compile(r"/stepkeeper_trainer/coordinate/agreement\.py$")
+_AGREEING = ("_started", "_missing", "idle_group")  # there: a rank waits for a thread that waits for the others
 _LOADER = re.compile(r"/torch/utils/data/|/multiprocessing/(?:queues|connection)\.py$")
 _LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<")
 _OURS = re.compile(r"/stepkeeper_trainer/(?!examples/)")
@@ -75,6 +77,8 @@ def describe(frames: tuple[Frame, ...]) -> Doing:
             return Doing(f"{LOADS}{place}")
         if _GROUPS.search(frame.path) and (frame.function in _CONNECTING or _COLLECTIVES.fullmatch(frame.function)):
             return Doing(f"waits in {frame.function}{place}", waits=True)
+        if _OURS.search(frame.path) and any(map(_waits_for_a_message, frames)):
+            return Doing(f"waits in the agreement of all ranks{place}", waits=True)
         if _OURS.search(frame.path):
             return Doing(f"is in stepkeeper_trainer's {frame.function}{place}", waits=_is_agreeing(frames))
         if _TORCH.search(frame.path) and _COLLECTIVES.fullmatch(frame.function):
@@ -87,6 +91,10 @@ def describe(frames: tuple[Frame, ...]) -> Doing:
         return Doing(f"is in {own.function} ({os.path.basename(own.path)}:{own.line})")
     inner = frames[0]
     return Doing(f"is in {inner.function} ({inner.path}:{inner.line})")
+
+
+def _waits_for_a_message(frame: Frame) -> bool:
+    return frame.function in _AGREEING and bool(_AGREEMENT.search(frame.path))
 
 
 def _is_agreeing(frames: tuple[Frame, ...]) -> bool:

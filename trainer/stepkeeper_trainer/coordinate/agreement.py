@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from stepkeeper_trainer.coordinate.groups import Group
 
-PAYLOAD = 12  # numbers in a message, behind the calls
+PAYLOAD = 13  # numbers in a message, behind the calls
 LOOK_EVERY_S = 1.0  # a wait returns to Python so often: its signal handlers run
 STARTED_WITHIN_S = 10.0  # an all-reduce, for which nobody else is needed
+ALL_SAID_WITHIN_S = 2.0  # their last words, as they leave together
 MISSING_WITHIN_S = 2.0  # ranks that wait tell each other so within it
 RANKS_NAMED_MAX = 16
 _NO_DEADLINE = -(1 << 62)
@@ -104,6 +105,7 @@ class Proposal:
     drifted: bool = False  # ranks hold different values under one name, and it is not known which (rank 0)
     divided: bool = False  # it is known, and not yet in force
     no_snapshot: bool = False  # some node can take none now
+    too_dear: bool = False  # taking the state down after each step costs some rank too much
 
     def pack(self) -> list[int]:
         """Return the integers to reduce."""
@@ -121,13 +123,14 @@ class Proposal:
             int(self.drifted),
             int(self.divided),
             int(self.no_snapshot),
+            int(self.too_dear),
         ]
 
     @staticmethod
     def unpack(values: Sequence[int]) -> Proposal:
         """Read reduced integers."""
         want, deadline, request_id, busy, failed_save, sequence, broken, committed, *flags = values
-        held, drifted, divided, no_snapshot = flags
+        held, drifted, divided, no_snapshot, too_dear = flags
         return Proposal(
             want=Want(want),
             deadline_at=None if deadline == _NO_DEADLINE else -deadline / 1000,
@@ -141,6 +144,7 @@ class Proposal:
             drifted=bool(drifted),
             divided=bool(divided),
             no_snapshot=bool(no_snapshot),
+            too_dear=bool(too_dear),
         )
 
 
@@ -154,6 +158,7 @@ class Agreement:
         self._rank = group.rank if group is not None else 0
         self._world_size = group.size if group is not None else 1
         self._starter = Worker("stepkeeper-agreement")  # in the order of the messages
+        self._newest: Any = None  # torch's work of the newest message, where it was started and not complete
         self._count = 0  # of messages: the same on all ranks
         self._pending: Message | None = None
         self._left: object = None
@@ -161,8 +166,18 @@ class Agreement:
 
     @property
     def group(self) -> Group | None:
-        """The group, for other collectives of the main thread: every message before them is on its way."""
-        self._starter.wait(STARTED_WITHIN_S)
+        """The group, for what has tags of its own; `idle_group` is for collectives."""
+        return self._group
+
+    @property
+    def idle_group(self) -> Group | None:
+        """The group, for collectives of the main thread, once those of all messages before are started.
+
+        Raises:
+            LateError: they are not; with more than 32 ranks one that did not come is enough.
+        """
+        if self._group is not None and not self._starter.wait(self.within_s):
+            raise LateError(f"a rank's message did not come within {self.within_s:.0f} s: look at the ranks' stacks")
         return self._group
 
     def read(self, own: Callable[[], Proposal], *, within_s: float | None = None) -> Proposal:
@@ -255,12 +270,15 @@ class Agreement:
         return self._group.broadcast(value)
 
     def close(self) -> None:
-        """End the group, once the last word is on its way."""
+        """End the group, once all ranks have said their last word.
+
+        It stays where that is late: torch waits for the others while a group ends.
+        """
         group, self._group = self._group, None
-        if group is None:
+        if group is None or not (self._starter.wait(STARTED_WITHIN_S) or self._starter.has_left):
             return
-        self._starter.wait(STARTED_WITHIN_S)
-        group.close()
+        if self._newest is None or _is_through(self._newest):
+            group.close()
 
     def _send(self, call: Call, pack: Callable[[], Sequence[int]]) -> Message:
         """Begin to reduce a message; nobody waits."""
@@ -279,7 +297,7 @@ class Agreement:
             numbers[2 * call], numbers[2 * call + 1] = self._rank + 1, self._world_size - self._rank
             numbers[CALLS : CALLS + len(values)] = values
             tensor = torch.frombuffer(numbers, dtype=torch.int64)
-            work = group.start_reduce_max(tensor, lambda: not self._starter.leaving)
+            self._newest = work = group.start_reduce_max(tensor, lambda: not self._starter.leaving)
             message.started.put((numbers, work))
         except Exception as error:  # noqa: BLE001  # the main thread raises it
             message.started.put((None, error))
@@ -359,6 +377,13 @@ def _wait(work: Any, seconds: float, call: Call) -> bool:
         return wait(work, _slice(seconds))
     except RuntimeError as error:
         raise _ended(call, error) from error
+
+
+def _is_through(work: Any) -> bool:
+    try:
+        return wait(work, ALL_SAID_WITHIN_S)
+    except RuntimeError:  # a rank has ended: nobody is waited for
+        return True
 
 
 def _ended(call: Call, error: RuntimeError) -> RankEndedError:

@@ -100,7 +100,7 @@ class BetweenSteps:
         """Begin to listen, once the state is resumed; `saved_step` is the step of the checkpoint."""
         self.gate = Gate()
         self.begun = False  # this rank's thread talks to the others
-        self._agreement = Agreement(group, within_s=within_s)
+        self.agreement = Agreement(group, within_s=within_s)
         self._boundary, self._requests, self._last_step = boundary, requests, last_step
         self._counters, self._saved_step, self._save_within_s = counters, saved_step, save_within_s
         self._saver, self._rank, self._link = saver, rank, link
@@ -109,11 +109,6 @@ class BetweenSteps:
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepkeeper-notices", daemon=True)
         self._thread.start()
-
-    @property
-    def group(self) -> Any | None:
-        """The group that the threads talk over."""
-        return self._agreement.group
 
     def serve(self) -> None:
         """Say in the main thread that all ranks' main threads have agreed to stop."""
@@ -168,7 +163,7 @@ class BetweenSteps:
         Raises:
             RuntimeError, StepkeeperError: another rank ended, or did not come.
         """
-        self._agreement.settle(Call.NOTICE, [])  # all have heard
+        self.agreement.settle(Call.NOTICE, [])  # all have heard
         said = ""
         for _ in range(TRIES_MAX):
             while not self._hold_together():
@@ -194,7 +189,7 @@ class BetweenSteps:
         """Hold the main threads of all ranks up behind the same step; false where one has gone on."""
         held = not self._served.is_set() and not self._saver.busy and self.gate.close() and self._is_known()
         step = self._counters.step
-        moving, highest, lowest = self._agreement.settle(Call.NOTICE, [int(not held), step, -step])
+        moving, highest, lowest = self.agreement.settle(Call.NOTICE, [int(not held), step, -step])
         together = not moving and highest == -lowest
         if not together:
             self.gate.open()
@@ -228,7 +223,7 @@ class BetweenSteps:
                 Call.NOTICE,
                 limit_at=limit_at,
                 emergency=True,
-                agreement=self._agreement,
+                agreement=self.agreement,
                 collect=collect,
             )
             changed = self._any(begun and not self._last_step.unchanged)
@@ -248,15 +243,15 @@ class BetweenSteps:
     def _earliest(self, deadline_at: float | None) -> float | None:
         """Return the earliest deadline that any rank was given, in Unix seconds."""
         own = -int(1000 * deadline_at) if deadline_at is not None else -NEVER_MS
-        (latest,) = self._agreement.settle(Call.NOTICE, [own])
+        (latest,) = self.agreement.settle(Call.NOTICE, [own])
         return None if latest == -NEVER_MS else -latest / 1000
 
     def _any(self, own: bool) -> bool:  # noqa: FBT001
-        return bool(self._agreement.settle(Call.NOTICE, [int(own)])[0])
+        return bool(self.agreement.settle(Call.NOTICE, [int(own)])[0])
 
 
-def end_notices(between: BetweenSteps | None, agreement: Agreement, limit_at: float) -> Any | None:
-    """End what answers notices between steps, on all ranks; return its group, where that can be closed.
+def end_notices(between: BetweenSteps | None, agreement: Agreement, limit_at: float) -> Agreement | None:
+    """End what answers notices between steps, on all ranks; return its agreement, where that can be closed.
 
     Ranks that go on with their steps get an error here, before anybody waits for a save.
     """
@@ -265,4 +260,4 @@ def end_notices(between: BetweenSteps | None, agreement: Agreement, limit_at: fl
         begun = bool(agreement.settle(Call.FINISH, [int(begun)], within_s=max(0.0, limit_at - time.time()))[0])
     except RuntimeError as error:
         warn("rank_lost", why=str(error).splitlines()[0])
-    return between.group if between is not None and between.end(begun=begun) else None
+    return between.agreement if between is not None and between.end(begun=begun) else None

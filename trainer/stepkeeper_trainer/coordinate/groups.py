@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -68,14 +69,9 @@ FAN_OUT = 32
 """Ranks that one gloo group connects."""
 SPARE_DESCRIPTORS = 512  # that the script and torch may need beside a group of ours
 SLICE_S = 0.1  # a wait in a thread looks so often whether the process ends
-_serial = itertools.count()  # of the groups made here: the same on all ranks, who make them in one order
+_names: WeakKeyDictionary[Any, Iterator[str]] = WeakKeyDictionary()
+"""Of the groups over a store, which all ranks make in one order: see `_name_over`."""
 _open: set[Group] = set()  # torch's threads end with the last reference, which must wait for `close`
-_closed: list[tuple[float, list[Level]]] = []  # since when, by time.monotonic()
-IDLE_AFTER_S = 10.0
-"""From then on no thread of a closed group lets a tensor go, for which it wants the interpreter.
-
-In torch 2.6 the end of a group holds the interpreter, and waits for those threads.
-"""
 
 
 def blocks(rank: int, size: int, fan_out: int) -> Iterator[range]:
@@ -91,6 +87,18 @@ def blocks(rank: int, size: int, fan_out: int) -> Iterator[range]:
         if len(block) > 1:
             yield block
         stride *= fan_out
+
+
+def _name_over(store: Any, size: int) -> str:
+    """Return the next group's name.
+
+    A store is new to Python where a script begins torch.distributed again, maybe with processes that are new, too.  The
+    keys behind it may be older, as with torchrun's store, so the ranks count there how often they have begun.
+    """
+    if store not in _names:
+        begun = (store.add(f"stepkeeper/{size}/begun", 1) - 1) // size
+        _names[store] = (f"stepkeeper/{size}/{begun}/{serial}" for serial in itertools.count())
+    return next(_names[store])
 
 
 def find_members() -> dict[str, str]:
@@ -112,8 +120,9 @@ def new_group(within_s: float) -> Group | None:
         return None
     if not dist.is_gloo_available():
         raise UsageError("this torch was built without gloo, over which ranks agree: use one with USE_GLOO=1")
-    rank, size, name = dist.get_rank(), dist.get_world_size(), f"stepkeeper/{next(_serial)}"
+    rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
+    name = _name_over(store, size)
     timeout = timedelta(seconds=max(within_s, CONNECT_WITHIN_S))
     own = list(blocks(rank, size, FAN_OUT))
     connections.make_room(sum(map(len, own)) + SPARE_DESCRIPTORS)
@@ -121,7 +130,7 @@ def new_group(within_s: float) -> Group | None:
     with connections.noted():
         for block in own:
             at = f"{name}/{block.step}/{block.start}"
-            levels.append(Level(_connect(at, store, block, rank, timeout), block, size, at))
+            levels.append(Level(*_connect(at, store, block, rank, timeout), block, size, at))
     group = Group(name, rank, size, levels)
     _open.add(group)
     return group
@@ -135,12 +144,15 @@ class Group:
         self.name, self.rank, self.size, self.levels = name, rank, size, levels
 
     def close(self) -> None:
-        """Have its connections and torch's threads end: at a later `close`, or with the interpreter."""
+        """End its connections and torch's threads.
+
+        Those threads want the interpreter, to let tensors go.  torch gives it free while a backend ends.  It does not
+        while a group ends that holds the last reference to its backend (torch 2.6): so the groups go first.
+        """
         _open.discard(self)
-        now = time.monotonic()
-        _closed[:] = [each for each in _closed if each[0] > now - IDLE_AFTER_S]
-        _closed.append((now, self.levels))
+        backends = [level.transport for level in self.levels]
         self.levels = []
+        backends.clear()
 
     def start_reduce_max(self, numbers: torch.Tensor, goes_on: Callable[[], bool]) -> Any | None:
         """Begin to take the largest of each number over all ranks, in place; return torch's work.
@@ -216,6 +228,8 @@ class Level:
     """One gloo group of a rank, whose first rank stands for all of it one level up."""
 
     gloo: dist.ProcessGroup
+    transport: dist.ProcessGroupGloo
+    """What `gloo` calls, which must end first (`Group.close`): CPython ends slots in the order of their names."""
     block: range
     """Its ranks, each of which stands for `block.step` ranks, itself included; fewer at the end."""
     size: int
@@ -300,16 +314,18 @@ class Level:
         return _bytes(tensor)
 
 
-def _connect(name: str, store: Any, block: range, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group, made as torch makes its own; its recorder of collectives knows it by its name."""
+def _connect(
+    name: str, store: Any, block: range, rank: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroupGloo]:
+    """Return a gloo group, made as torch makes its own, and its backend; torch's recorder knows it by its name."""
     store = dist.distributed_c10d.PrefixStore(name, store)
     group = dist.ProcessGroup(store, block.index(rank), len(block))
-    gloo = dist.ProcessGroupGloo(store, block.index(rank), len(block), timeout)
+    backend = dist.ProcessGroupGloo(store, block.index(rank), len(block), timeout)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # noqa: SLF001
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # noqa: SLF001
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # noqa: SLF001
     group._set_group_name(name)  # type: ignore[arg-type]  # noqa: SLF001  # a str
     group._set_group_desc("stepkeeper")  # noqa: SLF001
-    return group
+    return group, backend
 
 
 def _options(kind: Any, **values: Any) -> Any:

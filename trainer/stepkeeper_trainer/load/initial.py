@@ -286,7 +286,7 @@ class _Directory:
     def read(self, wanted: Mapping[str, torch.Tensor], agreement: Agreement, limits: Limits | None) -> None:
         tensors = dict(wanted)
         if self.manifest is not None:
-            load(CheckedReader(self.source, self.manifest), tensors, agreement.group, limits=limits)
+            load(CheckedReader(self.source, self.manifest), tensors, agreement.idle_group, limits=limits)
             return
         for name in tensors:
             if any(

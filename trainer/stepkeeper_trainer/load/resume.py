@@ -161,7 +161,7 @@ def _load(
         blobs = state.blobs(metadata)
     except OSError as error:
         raise DamagedError(f"{error.filename or directory}: cannot be read: {error.strerror}") from error
-    load(reader, blobs, agreement.group, limits=limits)
+    load(reader, blobs, agreement.idle_group, limits=limits)
     refusal: StepkeeperError | None = None
     try:
         tensors = state.targets(metadata, blobs)
@@ -171,7 +171,7 @@ def _load(
         refusal = DamagedError(f"{directory}: its description of the state cannot be used: {error!r}")
         refusal.__cause__ = error
     agreement.raise_together(refusal)
-    load(reader, tensors, agreement.group, limits=limits)
+    load(reader, tensors, agreement.idle_group, limits=limits)
     try:
         state.apply(tensors)
     except StepkeeperError as error:
@@ -206,7 +206,8 @@ def choose_limits(gib: float | None, *, ranks: int) -> Limits:
 
 def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_size: int) -> str | None:
     """Choose the newest step directory that is whole; all ranks read a shard of its bytes."""
-    if agreement.group is None:
+    group = agreement.idle_group
+    if group is None:
         choice = newest_verified(checkpoints)
         for passed, problems in choice.skipped:
             _say_skipped(passed, problems)
@@ -227,7 +228,7 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
         wrong: tuple[str, ...] = ()
         if needs_reading:
             own = verify_shard(path, rank, world_size)
-            shards = agreement.group.gather(own)
+            shards = group.gather(own)
             if shards is not None:
                 wrong = join_shards(path, shards, cache=cache).problems
         if step is not None and wrong:

@@ -159,7 +159,7 @@ class Confirmation:
         return bool(self._agreement.settle(Call.CONFIRM, [int(differs)])[0])
 
     def _gather(self, seen: _Seen) -> list[_Seen]:
-        group = self._agreement.group
+        group = self._agreement.idle_group
         return [seen] if group is None else group.all_gather(seen)
 
     def _look(self, compute: Callable[[], Any], times: int) -> _Seen:

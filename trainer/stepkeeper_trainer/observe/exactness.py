@@ -6,10 +6,12 @@ another run where
 * an evaluation after `step_done` draws random numbers: `Evaluations` sees it while it happens;
 * anything else draws where a resume does not, or does not where a resume draws: `Redrawn` compares the generators at
   the next `step_done` after a save with those at the same `step_done` after a resume;
-* the data position is not in the state, or does not move: `Position` looks at the first two `step_done`;
-* training uses another part that is not in the state: `Omissions` looks at the same two.
+* the data position is not in the state, does not move, or runs ahead: `Position` looks at the first two `step_done`;
+* training uses another part that is not in the state: `Omissions` looks at the same two;
+* the state changes after `step_done`, or the weights do after `resume`: `Afterwards` compares as the loop comes round.
 
-A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.
+A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.  What goes
+wrong in a look ends the looks, and no training.
 
 Steps that a resume does again: their losses, and the random numbers that they draw, compared with the first time.
 
@@ -25,17 +27,15 @@ and comes to others at that `step_done` has drawn otherwise.  A step that itself
 from __future__ import annotations
 
 import csv
-import gc
 import inspect
 import math
 import threading
-import weakref
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
 import msgspec
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepkeeper_trainer.buffers import view_bytes
 from stepkeeper_trainer.formats.durable import write_atomically
@@ -43,14 +43,16 @@ from stepkeeper_trainer.formats.messages import Replayed, shorten
 from stepkeeper_trainer.formats.plain import DecodeError, decode_format, open_plain, read_plain
 from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import say, warn
+from stepkeeper_trainer.observe import schedules
+from stepkeeper_trainer.observe.afterwards import Afterwards
 from stepkeeper_trainer.observe.metrics import METRICS_NAME
 from stepkeeper_trainer.observe.omissions import Omissions
-from stepkeeper_trainer.sampler import GlobalSampler
+from stepkeeper_trainer.observe.position import Position
 from stepkeeper_trainer.save.save import conditions
 from stepkeeper_trainer.state import random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import CodeType, FrameType
 
     from stepkeeper_trainer.environment import Environment
@@ -273,42 +275,113 @@ def _write(path: Path, data: bytes) -> None:
         say("random_numbers_unrecorded", file=path, why=error.strerror)
 
 
+P = ParamSpec("P")
 EVALUATIONS = 3  # that are looked at: if they draw nothing, later ones will not either
+
+
+def _ends_no_training(look: Callable[Concatenate[Exactness, P], None]) -> Callable[Concatenate[Exactness, P], None]:
+    """Have what goes wrong in a look told.  It is the last one then: scripts have objects of any kind."""
+
+    @wraps(look)
+    def guarded(self: Exactness, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.ended:
+            return
+        try:
+            look(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # it is told
+            self.end(error)
+
+    return guarded
 
 
 class Exactness:
     """Of rank 0; used by its main thread alone."""
 
-    def __init__(
+    def __init__(self, state: TrainingState) -> None:
+        """Take what is saved; nothing is looked at yet."""
+        self._state = state
+        self.ended = False
+        self._sequence = 0  # of the newest save that was seen
+        self._evaluations: Evaluations | None = None
+
+    def end(self, error: Exception) -> None:
+        """Look no more: something has gone wrong in a look."""
+        self.ended = True
+        if self._evaluations is not None:
+            self._evaluations.stop()
+        warn(
+            "looks_ended",
+            why=f"{type(error).__name__}: {error}",
+            remedy="training goes on without checks for what a resume would lose; please report it",
+        )
+
+    @_ends_no_training
+    def resumes(self) -> None:
+        """Note what the script has made, before a resume changes it."""
+        self._made = schedules.options_of(self._state.others)
+
+    @_ends_no_training
+    def resumed(
         self,
-        model: torch.nn.Module | None,
-        state: TrainingState,
-        *,
         resumed: Resumed,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        hooked: torch.nn.Module | None,
         run_directory: Path,
         environment: Environment,
     ) -> None:
-        """Begin right after a resume; `model` is what hooks may be attached to."""
-        self._position = Position(state.others)
+        """Begin right after a resume.
+
+        Args:
+            resumed: what the launch has resumed from.
+            tensors: what was gathered of the state then.
+            hooked: the model, where hooks may be attached to it.
+            run_directory: of the run.
+            environment: of this launch.
+        """
+        state = self._state
+        if resumed.step is not None:
+            schedules.tell_restored(self._made, schedules.options_of(state.others))
+        self._position = Position(state.others, tensors)
         self._omissions = Omissions(state)
-        self._sequence = 0  # of the newest save that was seen
-        self._evaluations = Evaluations(model)
+        self._afterwards = Afterwards(state, resumed.step)
+        self._evaluations = Evaluations(hooked, self.end)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
 
+    @_ends_no_training
+    def begin(self) -> None:
+        """Look around as the loop begins."""
+        self._afterwards.begin()
+
+    @_ends_no_training
+    def turn(self) -> None:
+        """Look around as the loop comes round."""
+        self._afterwards.turn()
+
+    @_ends_no_training
     def arrive(self, step: int) -> None:
         """Look around as `step_done` begins."""
-        self._evaluations.forget()
+        if self._evaluations is not None:
+            self._evaluations.forget()
         self._redrawn.arrive(step)
         self._position.arrive(step)
         self._omissions.arrive(step)
 
+    @_ends_no_training
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look at what was gathered of the state after the first step."""
+        self._position.gathered(tensors)
+
+    @_ends_no_training
     def leave(self, step: int, sequence: int, *, of_now: bool) -> None:
         """Note how things are as `step_done` ends; `sequence` is that of the newest save, `of_now` if of this step."""
         if sequence != self._sequence:
             self._sequence = sequence
             if of_now:
                 self._redrawn.saved(step)
-        self._evaluations.leave(step)
+        if self._evaluations is not None:
+            self._evaluations.leave(step)
+        self._afterwards.leave(step)
 
 
 class _Left(NamedTuple):
@@ -328,14 +401,18 @@ class Evaluations:
     `torch.random.fork_rng` does), it is going to be put back.
     """
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
+    def __init__(self, model: torch.nn.Module | None, failed: Callable[[Exception], None]) -> None:
+        """Attach hooks to a model, if there is one; `failed` hears what goes wrong in a look."""
         self._left: _Left | None = None
         self._forwards = 0  # of the evaluation at hand
         self._clean = 0  # evaluations that drew nothing
 
         def look(*_: object) -> None:  # no method: a copy of the model (an average of weights) has the same observer
             if not torch.compiler.is_compiling() and self._left is not None:
-                self._on_forward(self._left)
+                try:
+                    self._on_forward(self._left)
+                except Exception as error:  # noqa: BLE001  # it is told, and ends no forward
+                    failed(error)
 
         wrapped = getattr(model, "module", None)  # evaluated without its DistributedDataParallel
         modules = [each for each in (model, wrapped) if isinstance(each, torch.nn.Module)]
@@ -375,89 +452,21 @@ class Evaluations:
             "its losses will differ",
             remedy="evaluate before step_done(), or inside torch.random.fork_rng()",
         )
-        self._stop()
+        self.stop()
 
     def _passed(self) -> None:
         """Take in an evaluation that changes nothing for the next step."""
         self.forget()
         self._clean += 1
         if self._clean == EVALUATIONS:
-            self._stop()
+            self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Look no more."""
         self.forget()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-class Position:
-    """Whether the first two steps move through data whose position is not in the state, or does not move."""
-
-    def __init__(self, parts: Mapping[str, object]) -> None:
-        """Take what the state holds beside model and optimizer."""
-        self._parts = parts
-        self._steps = 0
-        self._read: list[tuple[weakref.ref[Any], int]] = []  # iterators that lived, and what they had given by then
-
-    def arrive(self, step: int) -> None:
-        """Look around as `step_done` begins: after the first step for iterators, after the second for those read."""
-        self._steps += 1
-        if self._steps == 1:
-            self._check_sampler(step)
-            if all(_knows_no_data(part) for name, part in self._parts.items() if name != "scheduler"):
-                self._read = [(weakref.ref(each), _given(each)) for each in _iterators()]
-        elif self._steps == 2:  # noqa: PLR2004
-            self._check_loaders(step)
-            self._read = []
-
-    def _check_sampler(self, step: int) -> None:
-        samplers = [part for part in self._parts.values() if isinstance(part, GlobalSampler)]
-        if samplers and samplers[0].steps_done < step:
-            warn(
-                "data_position_stands",
-                step=step,
-                why="the sampler has not moved in this step: a resume starts its data again",
-                remedy="call sampler.advance(samples of all ranks) in each step, before step_done()",
-            )
-
-    def _check_loaders(self, step: int) -> None:
-        live = ((reference(), given) for reference, given in self._read)
-        read = next((each for each, given in live if each is not None and _given(each) > given), None)
-        if read is None:
-            return
-        warn(
-            "data_position_not_saved",
-            step=step,
-            loader=f"{type(read).__module__.split('.')[0]}'s DataLoader",
-            why="it is read in each step, and the state has neither a sampler nor a loader: "
-            "unless the script restores its own place in the data, a resume starts its data again",
-            remedy="give state={..., 'sampler': GlobalSampler(...)}, or a StatefulDataLoader as 'loader'",
-        )
-
-
-def _knows_no_data(part: object) -> bool:
-    """Whether a part of the state can hold no position in the data: schedules, scalers, averages of weights."""
-    module = type(part).__module__
-    return isinstance(part, torch.nn.Module) or (
-        module.split(".")[0] == "torch" and not module.startswith("torch.utils.data")
-    )
-
-
-def _iterators() -> list[Any]:
-    """Return the iterators over DataLoaders that there are: the collector knows who lives."""
-    return [each for each in gc.get_referrers(*_kinds(_BaseDataLoaderIter)) if isinstance(each, _BaseDataLoaderIter)]
-
-
-def _given(iterator: Any) -> int:
-    """Return how many batches an iterator has given."""
-    return int(getattr(iterator, "_num_yielded", 0))
-
-
-def _kinds(base: type[Any]) -> Iterator[type[Any]]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from _kinds(kind)
 
 
 def _kept(generators: Mapping[str, bytes]) -> bool:

@@ -1,8 +1,8 @@
 """What training uses and the state does not have, looked for on rank 0 in the first two steps: each is said once.
 
-A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, and
-gradients that one `step_done` leaves for the next one.  A part of the script's own may hold what is missing elsewhere:
-where the state has one, only gradients are looked at.
+A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, an
+average of weights, and gradients that one `step_done` leaves for the next one.  A part of the script's own may hold
+what is missing elsewhere: where the state has one, only gradients are looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from stepkeeper_trainer.living import living
 from stepkeeper_trainer.log import warn
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from stepkeeper_trainer.state.training import TrainingState
 
-KINDS = (LRScheduler, Optimizer, GradScaler)
+KINDS = (LRScheduler, Optimizer, GradScaler, AveragedModel)
 KNOWN = ("torch", "torchdata", "datasets", "stepkeeper_trainer")  # packages whose parts hold nothing of these kinds
 PROBES = 4  # weights of which a number is compared
 LOOKS = 2  # steps that are looked at
@@ -68,11 +69,12 @@ class Omissions:
         seen, self._seen = self._seen, []
         living = [(each, was) for each, was in ((one.reference(), one.was) for one in seen) if each is not None]
         saved = [part.optimizer for part in self._state.optimizers.values()]
-        others = set(map(id, _with_members(self._state.others.values())))
+        given = set(map(id, _with_members(self._state.others.values())))
+        given |= {id(each) for part in self._state.modules.values() for each in part.module.modules()}
         known = {id(weight) for part in self._state.modules.values() for weight in part.parameters().values()}
         trained = {id(weight) for one in saved for weight in _weights_of(one)}
         for each, was in living:
-            if id(each) in others or (isinstance(each, LRScheduler) and _contained(each, living)):
+            if id(each) in given or (isinstance(each, LRScheduler) and _contained(each, living)):
                 continue
             if isinstance(each, LRScheduler):
                 missing = any(each.optimizer is one for one in saved)
@@ -131,7 +133,8 @@ def _weights_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [count for each in tensors for count in (each._version, local(each)._version)]  # noqa: SLF001
+    counted = [each for each in tensors if not each.is_inference()]  # these have no counter
+    return [count for each in counted for count in (each._version, local(each)._version)]  # noqa: SLF001
 
 
 def _living(kinds: tuple[type, ...] = KINDS) -> list[Any]:
@@ -147,7 +150,7 @@ def _counts(each: Any) -> list[int]:
     """Return what moves when it is used; asks no device."""
     if isinstance(each, Optimizer):
         return _versions(_weights_of(each))
-    kept = [getattr(each, name, None) for name in ("_scale", "_growth_tracker")]  # of a scaler
+    kept = [getattr(each, name, None) for name in ("_scale", "_growth_tracker", "n_averaged")]
     return _versions(tensor for tensor in kept if isinstance(tensor, torch.Tensor))
 
 
@@ -174,4 +177,6 @@ def _may_hold_more(part: object) -> bool:
 def _advice(each: object) -> str:
     if isinstance(each, Optimizer):
         return "the optimizer, and the module that it trains"
+    if isinstance(each, AveragedModel):
+        return "'ema': averaged_model"
     return "'scheduler': scheduler" if isinstance(each, LRScheduler) else "'scaler': scaler"

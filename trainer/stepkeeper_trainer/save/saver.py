@@ -173,8 +173,13 @@ class Saver:
         """Whether saves need another group: a rank was away for longer than the last save could wait."""
         return self._planner.broken
 
-    def propose(self, *, held: bool) -> Proposal:
-        """Return what this rank tells the others of its saves; `held`: whether periodic ones wait."""
+    def propose(self, *, held: bool, too_dear: bool) -> Proposal:
+        """Return what this rank tells the others of its saves.
+
+        Args:
+            held: whether periodic ones wait.
+            too_dear: whether taking the state down after each step costs this rank too much.
+        """
         # asked first: what came of a save, or of a comparison, is known once it is over
         busy = self.busy or self._prepares_long or self.compares
         return Proposal(
@@ -187,6 +192,7 @@ class Saver:
             drifted=self.drifted,
             divided=self.divided,
             no_snapshot=self._snapshots is not None and (self._snapshots.waits() or not self._prepared.is_set()),
+            too_dear=too_dear,
         )
 
     @property

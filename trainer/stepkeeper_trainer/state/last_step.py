@@ -25,6 +25,7 @@ from stepkeeper_trainer.state.tree import local
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stepkeeper_trainer.coordinate.agreement import Proposal
     from stepkeeper_trainer.state.training import Gathered, TrainingState
 
 PROBES = 64  # parameters of which a number is compared
@@ -51,7 +52,8 @@ class LastStep:
         self._in_place = False  # every tensor of a module is one of its parameters or buffers
         self._costs: list[float] = []
         self._steps: list[float] = []
-        self._too_dear = ""  # why the state is not taken down any more
+        self._cost = ""  # where it is too high for this rank
+        self._given_up = False  # the state is not taken down any more
         self._marked_at = time.perf_counter()
         self.why_not = "no step is done yet"  # why the state of the last step is not known
 
@@ -60,8 +62,7 @@ class LastStep:
         began = time.perf_counter()
         step_s, self._marked_at = began - self._marked_at, began
         self._gathered = None
-        if self._too_dear:
-            self.why_not = self._too_dear
+        if self._given_up:
             return
         self._know_modules()
         if not self._in_place:
@@ -82,7 +83,23 @@ class LastStep:
 
     def forget(self) -> None:
         """Take note that the state is going to change."""
-        self._gathered, self.why_not = None, "the next step is changing the state"
+        self._gathered = None
+        if not self._given_up:
+            self.why_not = "the next step is changing the state"
+
+    @property
+    def too_dear(self) -> bool:
+        """Whether taking the state down costs this rank too much; it goes on until all ranks have heard of it."""
+        return bool(self._cost)
+
+    def note_agreed(self, agreed: Proposal) -> None:
+        """Take the state down no more where that costs any rank too much.
+
+        All ranks end it at the same step: a `state_dict()` of the script's own may wait for the other ranks.
+        """
+        if agreed.too_dear and not self._given_up:
+            self._given_up = True
+            self._gathered, self.why_not = None, self._cost or "taking the state down costs another rank too much"
 
     @property
     def unchanged(self) -> bool:
@@ -132,7 +149,7 @@ class LastStep:
         return any(isinstance(each, FSDPModule) for each in modules) or {id(each) for each in looked} <= self._own()
 
     def _judge(self, cost_s: float, step_s: float) -> None:
-        """Give it up where it costs too much of a step, and say so."""
+        """Say so where it costs too much of a step: all ranks give it up then."""
         if len(self._costs) == TRIES:
             return
         self._costs.append(cost_s)
@@ -141,9 +158,8 @@ class LastStep:
             return
         cost, step = min(self._costs), statistics.median(self._steps[1:])
         if cost > max(SECONDS_MAX, SHARE_MAX * step):
-            self._too_dear = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
-            self._gathered, self.why_not = None, self._too_dear
-            say("notices_wait_for_a_step", why=self.why_not)
+            self._cost = f"taking the state down costs {1000 * cost:.1f} ms of a step of {1000 * step:.0f} ms"
+            say("notices_wait_for_a_step", why=self._cost)
 
     def _know_modules(self) -> None:
         """Look at the modules' tensors, where the last full look has found others."""

@@ -42,6 +42,16 @@ HARMLESS = (
     "max locked memory           (kbytes, -l) 64",
     "slurmstepd: error: pyxis:     3474707 Segmentation fault      (core dumped) | pwck -R /run > /dev/null 2>&1",
     "WARNING Grad scale is small: 0.0078125",
+    "slurmstepd: error: task/cgroup: unable to add task[pid=21077] to memory cg '(null)'",
+    "slurmstepd: error: xcgroup_instantiate: unable to create cgroup '/sys/fs/cgroup/a' : No space left on device",
+    "srun: Job 12 step creation still disabled, retrying (Requested nodes are busy)",
+    "srun: error: spank: x11.so: Plugin file not found",
+    "loader: thread 7: recv: Resource temporarily unavailable, retrying",
+    "It looks like the cache init failed, using the default",
+    "prefetch: iteration timed out, retrying",
+    "autoscaler: worker 3: no node has crashed",
+    "router: Server error '503 Service Unavailable' for url 'http://n1:3938/generate', retrying",
+    "ptxas info    : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
 )
 RAISED = """\
 Traceback (most recent call last):
@@ -105,6 +115,12 @@ def test_an_input_file_that_cannot_be_opened_is_an_error_of_the_program(end: str
             "google.api_core.exceptions.RetryError: Timeout of 120.0s exceeded, last exception: 503 GET https://x/b",
             "network",
         ),
+        ("srun: fatal: Could not establish a configuration source", "network"),
+        ("salloc: error: Job submit/allocate failed: Job violates accounting/QOS policy", "configuration"),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", "configuration"),
+        ("ptxas fatal   : Unsupported .version 8.4; current version is '8.2'", "version_mismatch"),
+        ("httpx.HTTPStatusError: Server error '503 Service Unavailable' for url 'http://n1/generate'", "network"),
+        ("worker exit type: SYSTEM_ERROR Worker exit detail: Owner's node has crashed.", "node_lost"),
         ("OSError: [Errno 37] No locks available: '/home/u/hub/.locks/x.lock'", "storage"),
     ],
 )
@@ -112,6 +128,13 @@ def test_a_line_of_a_real_failure_still_decides(line: str, cause: str) -> None:
     judged = verdict(f"start\n{line}\n")
 
     assert (judged.cause.value, judged.confidence >= LIKELY) == (cause, True)
+
+
+def test_a_memory_limit_that_was_reached_at_some_point_explains_no_exception() -> None:
+    said = "slurmstepd: error: Exceeded step memory limit at some point.\n"
+
+    assert verdict(f"{RAISED}{said}").cause.value == "exception"
+    assert (verdict(said).cause.value, verdict(said).confidence < LIKELY) == ("host_memory", True)
 
 
 @pytest.mark.parametrize(

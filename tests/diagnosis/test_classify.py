@@ -166,6 +166,16 @@ def test_independent_evidence_raises_and_another_root_lowers_the_confidence() ->
     assert classify([one, same]).confidence > classify([one]).confidence > classify([one, else_]).confidence
 
 
+def test_a_verdict_names_the_node_that_all_lines_of_its_rule_name() -> None:
+    killed = piece(Cause.HOST_MEMORY, rule="oom", line=1)
+    on_n1 = piece(Cause.HOST_MEMORY, rule="oom", line=2, rank=3, node="n1")
+    on_n2 = piece(Cause.HOST_MEMORY, rule="oom", line=3, rank=9, node="n2")
+
+    verdicts = [classify([killed, on_n1]), classify([killed, on_n1, on_n2]), classify([killed])]
+
+    assert [(each.rank, each.node) for each in verdicts] == [(3, "n1"), (None, ""), (None, "")]
+
+
 def test_the_exit_that_had_the_ranks_killed_is_no_kill_of_ours() -> None:
     """The order to kill the others has the instant of the exit that it follows from."""
     first = RankExited(at=AT, launch=0, rank=1, node="n2", signal=9)

@@ -74,6 +74,8 @@ def test_a_launch_line_that_srun_refuses_is_no_failure_to_repeat(refused: str) -
         ("Invalid job id specified", Cause.CANCELLED),
         ("Required node not available (down, drained or reserved)", Cause.NODE_LOST),
         ("Requested node configuration is not available", Cause.CONFIGURATION),
+        ("Memory required by task is not available", Cause.UNKNOWN),
+        ("Requested nodes are busy", Cause.UNKNOWN),
     ],
 )
 def test_a_step_that_slurm_does_not_create_is_the_launch_lines_fault_only_where_it_says_so(
@@ -262,6 +264,15 @@ def test_a_service_that_is_asked_again_has_not_refused() -> None:
 
     assert verdict(refused).cause is Cause.NETWORK
     assert verdict(f"{refused}, retrying in 5 seconds").cause is Cause.UNKNOWN
+
+
+def test_what_ray_tells_of_another_node_does_not_blame_the_one_that_it_tells_it_on() -> None:
+    lost = (
+        b"Owner Ip address: 10.0.0.7 Owner worker exit type: SYSTEM_ERROR Worker exit detail: Owner's node has crashed."
+    )
+    log = log_lines.read_log(io.BytesIO(b"The actor is dead because its owner has died. " + lost))
+
+    assert [(each.cause, each.node) for each in logs.log_evidence(log, node="n1")] == [(Cause.NODE_LOST, "10.0.0.7")]
 
 
 def test_torchs_error_files_are_read_and_torn_ones_passed_over() -> None:

@@ -125,6 +125,7 @@ def classify(evidence: Iterable[Evidence]) -> Verdict:
         )
     rest = [each for each in pieces if each is not strongest]
     second = _strongest(rest)
+    rank, node = _who(strongest, rest)
     return Verdict(
         cause=strongest.cause,
         rule=strongest.rule,
@@ -132,8 +133,8 @@ def classify(evidence: Iterable[Evidence]) -> Verdict:
         role=strongest.role,
         evidence=(strongest, *sorted(rest, key=lambda each: each.cause is not strongest.cause)[: KEPT_MAX - 1]),
         location=strongest.location or _location(strongest, rest),
-        rank=strongest.rank,
-        node=strongest.node,
+        rank=rank,
+        node=node,
         otherwise=Otherwise(
             cause=second.cause if second else Cause.UNKNOWN,
             rule=second.rule if second else NO_EVIDENCE,
@@ -247,6 +248,14 @@ def _confidence(strongest: Evidence, rest: Sequence[Evidence]) -> float:
 
 def _is_independent(each: Evidence, strongest: Evidence) -> bool:
     return each.rule != strongest.rule or each.plane is not strongest.plane
+
+
+def _who(strongest: Evidence, rest: Sequence[Evidence]) -> tuple[int | None, str]:
+    """Return the rank and the node of a verdict: where a root names neither, those that all others of its rule name."""
+    if strongest.rank is not None or strongest.node or strongest.role is not Role.ROOT:
+        return strongest.rank, strongest.node
+    named = {(each.rank, each.node) for each in rest if each.rule == strongest.rule and each.node}
+    return named.pop() if len(named) == 1 else (None, "")
 
 
 def _location(strongest: Evidence, rest: Sequence[Evidence]) -> str:

@@ -49,11 +49,14 @@ def _distinct(lines: Iterable[Line]) -> list[Line]:
 
 # Who a line is about: node, process, GPU, as far as it says.  Pure.
 
+_OF_ANOTHER = r"\b(?:Worker IP|Owner Ip) address: ([\d.]+|[\da-f:]+)(?= |$)"  # Ray tells of it wherever the driver runs
+_ELSEWHERE = re.compile(_OF_ANOTHER)
 _NCCL = r"^(?:[\w.-]+):"  # HOST:PROCESS:THREAD [GPU]
 _NODE = re.compile(
     r"\bfailed on node ([\w.-]+)|^srun: error: ([\w.-]+): tasks? \d|^srun: error: Node failure on ([\w.-]+)"
     r"|\*\*\* (?:STEP|JOB) \S+ ON ([\w.-]+) |\bhost\s*: ([\w.-]+)$|^slurmstepd-([\w.-]+): "
-    r"|^([\w.-]+):\d+:\d+ \[\d+\] |\bWorker IP address: ([\d.]+|[\da-f:]+)(?= |$)"
+    rf"|^([\w.-]+):\d+:\d+ \[\d+\] |{_OF_ANOTHER}"
+    r"|^\[([A-Za-z][\w.-]*):\d+:\d+:\d+\] |\b[Rr]ank \d+, node ([\w.-]+), device "
 )
 _PID = re.compile(
     r"\bpid=(\d{1,9})\b|\(pids?(?:\(s\))?:? (\d{1,9})\)|\b(?:PID|pid):? (\d{1,9})\b"
@@ -61,7 +64,7 @@ _PID = re.compile(
     r"|\bProcess (\d{1,9}) (?:got|has|was|\()|\bKilled process (\d{1,9})\b"
 )
 _GPU = re.compile(rf"\bGPU (\d{{1,2}})\b|\bcuda:(\d{{1,2}})\b|{_NCCL}\d+:\d+ \[(\d{{1,2}})\] |\bXid \((PCI:[\w:.]+)\)")
-_TASK = re.compile(r"^srun: error: [\w.-]+: task (\d{1,8}): ")
+_TASK = re.compile(r"^srun: error: [\w.-]+: task (\d{1,8}): |\b[Rr]ank (\d{1,8}), node ")
 _WRITER_IP = re.compile(r"\bip=([\w.:]+)")
 _WRITER_HOST = re.compile(r"(?!(?:raylet|gcs_server|autoscaler)$)[\w.-]+$")  # those are programs of Ray
 
@@ -84,16 +87,20 @@ def find_who(text: str, writer: str = "") -> Who:
     Who(node='10.0.0.1', pid=41, gpu='', rank=None)
     >>> find_who("A worker died. Worker IP address: 10.0.0.7 Worker port: 10015 Worker PID: 41", "raylet")
     Who(node='10.0.0.7', pid=41, gpu='', rank=None)
+    >>> find_who("[n7:4711:0:4711] Caught signal 11 (Segmentation fault: address not mapped to object)").node
+    'n7'
+    >>> find_who("RuntimeError: Rank 1, node n4, device 1, iteration 0: Unexpected result nan")
+    Who(node='n4', pid=None, gpu='', rank=1)
     """
     by_prefix = _WRITER_IP.search(writer)
     host = by_prefix[1] if by_prefix else writer if _WRITER_HOST.match(writer) and "=" not in writer else ""
     pid = _first(_PID, text) or _first(_PID, writer)
-    task = _TASK.match(text)
+    task = _first(_TASK, text)
     return Who(
         node=_first(_NODE, text) or host,
         pid=int(pid) if pid else None,
         gpu=_first(_GPU, text),
-        rank=int(task[1]) if task else None,
+        rank=int(task) if task else None,
     )
 
 
@@ -125,7 +132,8 @@ def log_evidence(log: Log, *, node: str = "") -> list[Evidence]:
 
     Args:
         log: what was read of it.
-        node: whose log it is; empty: the node is the one that a line names, if it does.
+        node: whose log it is; empty: the node is the one that a line names, if it does.  What a line says of a process
+            elsewhere is not of this node.
     """
     table = rules.load()
     raised = find_raised(log.lines)
@@ -182,7 +190,7 @@ def _evidence(row: rules.Row, line: Line, node: str) -> Evidence:
         confidence=row.confidence,
         text=shorten(line.text),
         rank=line.rank if line.rank is not None else about.rank,
-        node=node or about.node,
+        node=_first(_ELSEWHERE, line.text) or node or about.node,
         line=line.number,
         pid=about.pid,
         gpu=about.gpu,

@@ -399,8 +399,8 @@ def become(task: dict[str, Any]) -> None:
     """Run the training as if its Python had just been started."""
     oom_score(OOM_SCORE_RANK)
     for number in ABSORBED:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in task["ignored"] else usual)
     prefix, words = task["prefix"], task["words"]
     sys.orig_argv[:] = [*prefix, *words]
     main = types.ModuleType("__main__")

@@ -21,7 +21,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 OOM_SCORE_ADJ = 500  # when memory runs out, the kernel shall take a rank, not a watcher or slurmstepd
 EXIT_STOPPED = 75
@@ -123,7 +123,14 @@ class Standby:
         self.reported: dict[str, object] = {}
         """What the watcher gets of it."""
 
-    def take(self, prefix: list[str], words: list[str], environment: Mapping[str, str], executable: str = "") -> int:
+    def take(
+        self,
+        prefix: list[str],
+        words: list[str],
+        environment: Mapping[str, str],
+        executable: str = "",
+        ignored: Sequence[int] = (),
+    ) -> int:
         """Return the pid of the rank, which has taken all that we were given; 0: start one.
 
         Args:
@@ -131,6 +138,7 @@ class Standby:
             words: of the command, from the script or `-m` on.
             environment: for the rank.
             executable: `sys.executable`, where we are that Python.
+            ignored: signals that the rank ignores from its start, as behind `nohup`.
         """
         if not self._address:
             return 0
@@ -141,6 +149,7 @@ class Standby:
             "environment": dict(environment),
             "directory": os.getcwd(),
             "umask": os.umask(0),
+            "ignored": list(ignored),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
         os.umask(int(str(request["umask"])))
@@ -232,7 +241,8 @@ def hand_over(environment: MutableMapping[str, str], own_directory: str) -> None
     standby = Standby(place, slot, environment)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none is lost between us and the rank
     try:
-        pid = standby.take(sys.orig_argv[:split], words, environment, sys.executable)
+        ignored = [number for number in ABSORBED if signal.getsignal(number) is signal.SIG_IGN]
+        pid = standby.take(sys.orig_argv[:split], words, environment, sys.executable, ignored)
         if pid:
             _stand_in(standby, pid)
     finally:

@@ -359,7 +359,9 @@ def test_a_rank_that_others_have_started_becomes_a_standby_and_sees_what_it_woul
     keeper = site.keeper(options=options)
     told = []
     for more in ({}, {wrapper.HOOK: "", wrapper.SLOT: "", "PYTHONPATH": str(site.place)}):
+        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as behind `nohup`: what is ignored is inherited
         process = site.rank(*options, *rest, GREETING="grüß\udcff", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="r", **more)
+        signal.signal(signal.SIGUSR1, before)
         out, err = process.communicate("given", timeout=WITHIN_S)
         assert (process.returncode, err) == (0, "said\n")
         told.append(json.loads(out))
@@ -369,6 +371,7 @@ def test_a_rank_that_others_have_started_becomes_a_standby_and_sees_what_it_woul
     assert cold.pop("parents") == os.getpid()
     for name in (wrapper.HOOK, wrapper.SLOT):
         assert cold["environment"].pop(name) == ""
+    assert warm["signals"][2] == str(int(signal.SIG_IGN))
     assert warm == cold
 
 

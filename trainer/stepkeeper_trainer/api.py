@@ -230,9 +230,9 @@ class CheckpointManager:
         """
         if self._resumed is not None:
             raise UsageError("resume() was called twice: call it once, before the first step")
-        exactness = Exactness(self._state)
         if self.rank == 0:
-            exactness.resumes()
+            self._exactness = Exactness(self._state)
+            self._exactness.resumes()
         resumed = resuming.resume(
             self._resume_from,
             strict=self._strict,
@@ -253,8 +253,8 @@ class CheckpointManager:
         if self.rank == 0:
             self._records = begin_records(self._counters, self.run_dir, self._environment, self._tracker)
             self._records.replay = begin_replay(self._environment, self.run_dir, resumed, self._link)
-            self._exactness = exactness
-            exactness.resumed(
+        if self._exactness is not None:
+            self._exactness.resumed(
                 resumed,
                 tensors,
                 hooked=self._state.main_module if self._hooks else None,

@@ -280,7 +280,7 @@ EVALUATIONS = 3  # that are looked at: if they draw nothing, later ones will not
 
 
 def _ends_no_training(look: Callable[Concatenate[Exactness, P], None]) -> Callable[Concatenate[Exactness, P], None]:
-    """Have what goes wrong in a look told.  It is the last one then: scripts have objects of any kind."""
+    """Warn of what goes wrong in a look, and look no more: scripts have objects of any kind."""
 
     @wraps(look)
     def guarded(self: Exactness, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -288,7 +288,7 @@ def _ends_no_training(look: Callable[Concatenate[Exactness, P], None]) -> Callab
             return
         try:
             look(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # it is told
+        except Exception as error:  # noqa: BLE001  # a warning says what it was
             self.end(error)
 
     return guarded
@@ -302,13 +302,12 @@ class Exactness:
         self._state = state
         self.ended = False
         self._sequence = 0  # of the newest save that was seen
-        self._evaluations: Evaluations | None = None
+        self._evaluations = Evaluations(None, self.end)  # of no model yet
 
     def end(self, error: Exception) -> None:
         """Look no more: something has gone wrong in a look."""
         self.ended = True
-        if self._evaluations is not None:
-            self._evaluations.stop()
+        self._evaluations.stop()
         warn(
             "looks_ended",
             why=f"{type(error).__name__}: {error}",
@@ -361,8 +360,7 @@ class Exactness:
     @_ends_no_training
     def arrive(self, step: int) -> None:
         """Look around as `step_done` begins."""
-        if self._evaluations is not None:
-            self._evaluations.forget()
+        self._evaluations.forget()
         self._redrawn.arrive(step)
         self._position.arrive(step)
         self._omissions.arrive(step)
@@ -379,8 +377,7 @@ class Exactness:
             self._sequence = sequence
             if of_now:
                 self._redrawn.saved(step)
-        if self._evaluations is not None:
-            self._evaluations.leave(step)
+        self._evaluations.leave(step)
         self._afterwards.leave(step)
 
 
@@ -411,7 +408,7 @@ class Evaluations:
             if not torch.compiler.is_compiling() and self._left is not None:
                 try:
                     self._on_forward(self._left)
-                except Exception as error:  # noqa: BLE001  # it is told, and ends no forward
+                except Exception as error:  # noqa: BLE001  # a warning says what it was, and the forward goes on
                     failed(error)
 
         wrapped = getattr(model, "module", None)  # evaluated without its DistributedDataParallel

@@ -123,7 +123,7 @@ class Position:
         for name, part in self._own.items():
             if before[name] is None:
                 continue
-            if any(_workers(each) and _reaches(_part_of(each, "_dataset"), part) for each in read):
+            if any(_workers(each) and _reaches(getattr(each, "_dataset", None), part) for each in read):
                 warn(
                     "data_position_stands",
                     step=step,
@@ -140,7 +140,7 @@ class Position:
         saved, then = self._saved
         for name, part in self._own.items():
             for one, each in read:
-                if not one.waiting or not _reaches(_part_of(each, "_index_sampler"), part):
+                if not one.waiting or not _reaches(getattr(each, "_index_sampler", None), part):
                     continue
                 asked, given = one.given + one.waiting, _given(each) - one.given
                 for count, was in before.get(name, {}).items():
@@ -255,10 +255,6 @@ def _contents(function: Any) -> Iterator[object]:
 def _given(iterator: Any) -> int:
     """Return how many batches an iterator has given."""
     return int(getattr(iterator, "_num_yielded", 0))
-
-
-def _part_of(iterator: Any, name: str) -> object:
-    return getattr(iterator, name, None)
 
 
 def _workers(iterator: Any) -> int:

@@ -1,4 +1,4 @@
-"""A resume gives a schedule the options that it was saved with.  One that the script has made with others is told.
+"""A resume gives a schedule the options that it was saved with.  A warning names those that the script made otherwise.
 
 A longer run, or another learning rate, has no effect then.  torch's schedules go beyond their end without any error, or
 raise one in the middle of training.

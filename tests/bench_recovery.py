@@ -37,7 +37,7 @@ NOTES = Path(__file__).with_name("recovery") / "notes.md"
 PRODUCTION_NOTES = NOTES.with_name("production.md")
 LOST_NODES = ("stepkeeper", "stepkeeper-warm", "stepkeeper-spare", "stepkeeper-shrink")
 TAKEN_APART = {  # fault -> how the page calls it, what takes it apart, and under which ways
-    "rank": ("A killed rank", pieces.of_rank, ("stepkeeper", "stepkeeper-warm")),
+    "rank": ("A killed rank", pieces.of_rank, ("stepkeeper", "stepkeeper-warm", "stepkeeper-snapshots-warm")),
     "hang": ("A hang", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
     "stopped": ("A rank stopped by SIGSTOP", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
     "node": ("A lost node", pieces.of_node, LOST_NODES),
@@ -161,7 +161,7 @@ def main() -> None:
         parser.error("--production waits for many minutes: it is not --quick")
     if chosen.page is None and (chosen.quick or chosen.ways or chosen.faults):
         parser.error("a part of a round is not kept: say where its --page goes")
-    quick = {"stepkeeper-spare", "stepkeeper-snapshots", "hang"} if chosen.quick else set()
+    quick = {"stepkeeper-spare", "stepkeeper-snapshots", "stepkeeper-snapshots-warm", "hang"} if chosen.quick else set()
     ways = [WAYS[name] for name in chosen.ways.split(",") if name] or [w for w in WAYS.values() if w.name not in quick]
     known = IN_PRODUCTION if chosen.production else FAULTS
     faults = [{**known, STOPPED.name: STOPPED}[name] for name in chosen.faults.split(",") if name]

@@ -195,6 +195,7 @@ _NO_HANG = "nothing watches for it: torch's own limit is 30 minutes"
 _ENDS_IN_GRACE = "Slurm's SIGTERM ends the ranks. Slurm 22.05 does not requeue a job that ends in its grace time"
 _NO_RETRY = "it requeues after its signal only: a failed task fails the job"
 
+SNAPSHOTS = ("--spares=1", "--snapshot-every=2 steps", "--peer-copies")
 WAYS: dict[str, Way] = {
     way.name: way
     for way in (
@@ -240,7 +241,14 @@ WAYS: dict[str, Way] = {
         Way(
             name="stepkeeper-snapshots",
             what="the same with `--spares=1`, and besides with `--snapshot-every` 2 steps and `--peer-copies`",
-            submit=lambda spot: stepkeeper(spot, "--spares=1", "--snapshot-every=2 steps", "--peer-copies", nodes=3),
+            submit=lambda spot: stepkeeper(spot, *SNAPSHOTS, nodes=3),
+            watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-snapshots-warm",
+            what="the same with `--warm-standby`, too",
+            submit=lambda spot: stepkeeper(spot, *SNAPSHOTS, "--warm-standby", nodes=3),
+            is_ready=lambda spot: _told(spot, "standby_ready"),
             watches_hangs=True,
         ),
         Way(

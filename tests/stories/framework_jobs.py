@@ -24,7 +24,7 @@ from tests.stories import acts
 from tests.training import Training
 
 SCRIPTS = Path(__file__).parent / "scripts"
-STEPS, SAVES_EVERY, EVALUATES_AT = 23, 5, 12
+STEPS, SAVES_EVERY, EVALUATES_AT = 33, 5, 18
 ACT_S = 120.0
 OTHER_FILE_SYSTEM = "/dev/shm"  # as a node's /tmp is another one than the storage of checkpoints
 _LOOK_S = 0.0005
@@ -267,7 +267,7 @@ def preempted_in_evaluation(job: Job) -> None:
     acts.preempt(job)
 
 
-def killed_in_a_save(job: Job, step: int = 3 * SAVES_EVERY) -> None:
+def killed_in_a_save(job: Job, step: int) -> None:
     """SIGKILL from outside, to rank 0 alone, as soon as the checkpoint of a step begins to be there."""
     job.until_step(step - 2)
     pid, path = job.rank_pid(0), job.checkpoint(step)
@@ -275,7 +275,7 @@ def killed_in_a_save(job: Job, step: int = 3 * SAVES_EVERY) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def killed_before_the_last_rank_has_saved(job: Job, step: int = 3 * SAVES_EVERY) -> None:
+def killed_before_the_last_rank_has_saved(job: Job, step: int) -> None:
     """DeepSpeed: rank 1 stands still in its part of a save, and is killed once rank 0 has named the checkpoint."""
     job.until_step(step - 2)
     pid, tag = job.rank_pid(1), job.checkpoint(step)

@@ -24,7 +24,7 @@ def test_a_script_goes_on_whatever_befalls_it_and_a_notice_costs_no_step(lab: La
     """Preempted in its warm-up, in training and in an evaluation; then killed in a save, from outside."""
     expected = jobs.whole(lab, kind)
     with jobs.another_file_system() as elsewhere:
-        job = Job(lab, name=f"{kind.framework}-all", kind=kind).begin(**elsewhere)
+        job = Job(lab, name=f"{kind.framework}-all", kind=kind, step_s=0.25).begin(**elsewhere)
         for number, act in enumerate(
             (jobs.preempted_in_warm_up, jobs.preempted_in_training, jobs.preempted_in_evaluation)
         ):
@@ -59,7 +59,7 @@ def test_a_script_goes_on_whatever_befalls_it_and_a_notice_costs_no_step(lab: La
 def killed_until_torn(job: Job, act: Callable[[Job, int], None] = jobs.killed_in_a_save) -> str:
     """Kill a rank in a save; where it was through by then, in the next one.  Return the name of what is left."""
     job.until_started(1)
-    for step in range(3 * jobs.SAVES_EVERY, jobs.STEPS, jobs.SAVES_EVERY):
+    for step in range(4 * jobs.SAVES_EVERY, jobs.STEPS, jobs.SAVES_EVERY):
         starts = job.starts()
         act(job, step)
         job.until_started(starts + 1)

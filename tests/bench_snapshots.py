@@ -4,6 +4,10 @@ Two ranks as two nodes, on one machine, started by hand: what a supervisor and S
 Ways take turns within each round, so that what else the machine does befalls all.
 
     python -m tests.bench_snapshots [--rounds 3] [--width 256]
+    python -m tests.bench_snapshots --loads [--rounds 5] [--width 1024]
+
+With `--loads` the sharded training (FSDP) is killed, and resumes from one snapshot in two ways: read from memory, and
+copied to storage first.  It is copied where ranks have changed their nodes: none finds its own part there.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.trainer.ranks import Ranks, losses
 
 WAYS = {"no snapshots": None, "every 10 steps": "10 steps", "every 5 steps": "5 steps"}
+READ, COPIED = LOADS = ("read from memory", "copied to storage first")
 EVERY = 40  # steps from one save to the next
 KILL_AT = 75
 STEPS = 100
@@ -27,12 +33,37 @@ WORLD = 2
 LEFT_OUT = 12  # first steps, in which torch and the memory for saves are made ready
 
 
-def ranks(run: Path, memory: Path, every: str | None, *arguments: str) -> Ranks:
+def ranks(run: Path, memory: Path, every: str | None, *arguments: str, swapped: bool = False) -> Ranks:
     def of_rank(rank: int) -> dict[str, str]:
         own = {"STEPKEEPER_SNAPSHOT_EVERY": every} if every is not None else {}
-        return {"SLURMD_NODENAME": f"n{rank}", "STEPKEEPER_SNAPSHOT_DIR": str(memory), **own}
+        return {"SLURMD_NODENAME": f"n{1 - rank if swapped else rank}", "STEPKEEPER_SNAPSHOT_DIR": str(memory), **own}
 
     return Ranks(WORLD, run, *arguments, steps=STEPS, every=EVERY, of_rank=of_rank)
+
+
+def loads(model: list[str], root: Path) -> dict[str, dict[str, float]]:
+    """Kill a sharded training, and resume from its snapshot in both ways; return what was measured, by way."""
+    run, memory, kept = root / "run", root / "memory", root / "kept"
+    memory.mkdir(parents=True, mode=0o700)
+    with ranks(run, memory, "2 steps", *model) as first:
+        first.until(lambda: "snapshot_held step=4 " in first.logs[0].read_text())
+        first.kill()
+    for each in (run, memory):
+        shutil.copytree(each, kept / each.name)
+    found = {}
+    for way in LOADS:
+        for each in (run, memory):
+            shutil.rmtree(each)
+            shutil.copytree(kept / each.name, each)
+        began = time.monotonic()
+        with ranks(run, memory, "2 steps", "--resume-from=latest", *model, swapped=way == COPIED) as again:
+            again.until(lambda: " resumed step=4 " in again.logs[0].read_text())
+            took = time.monotonic() - began
+            again.kill()
+            assert ("step_brought" in again.output()) is (way == COPIED), again.output()
+        size = sum(path.stat().st_size for path in memory.glob("*/*/checkpoints/step_00000004/__*")) / 1e6
+        found[way] = {"start of the ranks to resumed (s)": took, "state (MB)": size}
+    return found
 
 
 def times(run: Path, launch: str | None = None) -> dict[int, float]:
@@ -81,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--loads", action="store_true", help="only what a relaunch takes to load a snapshot")
     parser.add_argument("--layers", type=int, default=2)
     chosen = parser.parse_args()
     model = [
@@ -91,19 +123,28 @@ def main() -> None:
         "--retention=newest 2",
     ]
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before it began", flush=True)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in (LOADS if chosen.loads else WAYS)}
     for _ in range(chosen.rounds):
-        for way in WAYS:
-            root = Path(tempfile.mkdtemp(dir="/dev/shm"))  # storage for saves as quick as memory: it favours none
-            try:
-                found[way].append(one(way, model, root))
-            finally:
-                shutil.rmtree(root)
-            print(way, found[way][-1], flush=True)
+        if chosen.loads:
+            note(found, lambda root: loads(model, root))
+        else:
+            for way in WAYS:
+                note(found, lambda root, way=way: {way: one(way, model, root)})
     for way, rows in found.items():
         print(
-            f"{way:16}", *(f"{name} {statistics.median(row[name] for row in rows):.1f}" for name in rows[0]), sep="  "
+            f"{way:24}", *(f"{name} {statistics.median(row[name] for row in rows):.1f}" for name in rows[0]), sep="  "
         )
+
+
+def note(found: dict[str, list[dict[str, float]]], measure: Callable[[Path], dict[str, dict[str, float]]]) -> None:
+    """Measure in a directory of its own, in memory: storage as quick as that favours none."""
+    root = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        for way, figures in measure(root).items():
+            found[way].append(figures)
+            print(way, figures, flush=True)
+    finally:
+        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Ranks that save and load sharded tensors: `python -m tests.trainer.sharded save|load DIRECTORY`.
+"""Ranks that save and load sharded tensors: `python -m tests.trainer.sharded save|load|load-from-memory DIRECTORY`.
 
+In memory each rank has a directory of its own, `DIRECTORY/nR`.
 A rank that finds damage prints `damaged: …` and ends with 3.
 """
 
@@ -20,6 +21,7 @@ from stepkeeper_trainer.coordinate.ending import leave
 from stepkeeper_trainer.coordinate.groups import new_group
 from stepkeeper_trainer.errors import DamagedError
 from stepkeeper_trainer.formats.manifest import read_manifest
+from stepkeeper_trainer.load.from_memory import MemoryReader
 from stepkeeper_trainer.load.reader import CheckedReader, load
 from tests.trainer.steps_by_dcp import commit
 
@@ -59,7 +61,12 @@ def main(what: str, directory: Path) -> int:
     found = sharded({name: torch.zeros_like(value) for name, value in whole().items()})
     group = new_group(180)
     try:
-        load(CheckedReader(directory, read_manifest(directory)), found, group)
+        if what == "load":
+            reader = CheckedReader(directory, read_manifest(directory))
+        else:
+            own = directory / f"n{dist.get_rank()}"
+            reader = MemoryReader.open(own, read_manifest(own), group)
+        load(reader, found, group)
     except DamagedError as error:
         print(f"damaged: {error}", flush=True)
         return 3

@@ -98,11 +98,35 @@ def test_after_a_killed_rank_it_goes_on_from_the_snapshot_with_the_same_losses(
     run = tmp_path / "run"
     assert [each.step for each in steps.list_steps(run / "checkpoints")] == [8], "snapshots are nowhere else"
     said = resume(tmp_path, memory, nodes=nodes)
-    assert f"step_brought step={step}" in said
-    assert f"resumed step={step}" in said
-    assert 'came_from="the nodes\' memory"' in said
+    assert re.search(rf"\bresumed step={step} directory={memory}", said), said
+    assert "step_brought" not in said, "each rank reads what its node has"
+    assert "snapshot_copied" not in said
     assert losses(run) == undisturbed
+    saved = [each.step for each in steps.list_steps(run / "checkpoints")]
+    assert step not in saved
+    assert step + 1 in saved, "what only memory had is saved with the next step"
+    assert parents(run) == saved[1:], "commits follow each other"
     assert not os.listdir(memory), "a run that has ended leaves nothing"
+
+
+def parents(run: Path) -> list[int | None]:
+    """Return the step that each commit follows, newest first, but for the first one."""
+    found = steps.list_steps(run / "checkpoints")
+    of = {each.manifest.save_id: each.step for each in found if each.manifest is not None}
+    return [of.get(each.manifest.parent or "") for each in found if each.manifest is not None][:-1]
+
+
+def test_killed_again_before_the_next_snapshot_the_same_one_counts(
+    tmp_path: Path, memory: Path, undisturbed: dict[int, str]
+) -> None:
+    step = kill_between(tmp_path, memory, nodes=2)
+    run, seldom = tmp_path / "run", {"STEPKEEPER_SNAPSHOT_EVERY": "1000 steps"}
+    with Ranks(WORLD, run, SLOW_STEPS, LATEST, every=1000, of_rank=settings(memory, nodes=2, **seldom)) as ranks:
+        ranks.until(lambda: "resumed step=" in ranks.logs[0].read_text())
+        kill(ranks)
+    [resumed] = re.findall(r"\bresumed step=(\d+)", resume(tmp_path, memory, nodes=2))
+    assert int(resumed) in (step, step + 1), "the save that follows may be through"
+    assert losses(run) == undisturbed
 
 
 @pytest.mark.campaign
@@ -183,6 +207,45 @@ def test_with_peer_copies_the_next_node_has_the_lost_ones_part(
     step = kill_between(tmp_path, memory, nodes=2, **peers)
     shutil.rmtree(of_node(memory, 1)[0].parents[1])
     said = resume(tmp_path, memory, nodes=2, **peers)
+    assert f"snapshot_sent step={step} nodes=1" in said
+    assert "step_brought" not in said, "no byte goes through shared storage"
+    assert f"resumed step={step}" in said
+    assert losses(tmp_path / "run") == undisturbed
+    assert not os.listdir(memory)
+
+
+def test_a_copy_that_is_damaged_is_not_taken_and_the_snapshot_before_it_counts(
+    tmp_path: Path, memory: Path, undisturbed: dict[int, str]
+) -> None:
+    peers = {"STEPKEEPER_PEER_COPIES": "true", "STEPKEEPER_PEER_INTERFACE": "lo"}
+    step = kill_between(tmp_path, memory, nodes=2, **peers)
+    shutil.rmtree(of_node(memory, 1)[0].parents[1])
+    [copy] = of_node(memory, 0)[0].glob("__1_0.distcp")
+    data = bytearray(copy.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.chmod(0o600)
+    copy.write_bytes(data)
+    said = resume(tmp_path, memory, nodes=2, **peers)
+    assert re.search(rf"snapshot_sent step={step} nodes=1 why_not=.*__1_0.distcp", said), said
+    assert f"local_step_incomplete step={step}" in said
+    assert f"resumed step={step - EVERY}" in said
+    assert losses(tmp_path / "run") == undisturbed
+    assert not os.listdir(memory)
+
+
+def test_ranks_that_changed_their_nodes_resume_by_way_of_shared_storage(
+    tmp_path: Path, memory: Path, undisturbed: dict[int, str]
+) -> None:
+    step = kill_between(tmp_path, memory, nodes=2)
+
+    def of_rank(rank: int) -> dict[str, str]:
+        return settings(memory, nodes=2)(1 - rank)
+
+    with Ranks(WORLD, tmp_path / "run", LATEST, every=SAVES, of_rank=of_rank) as ranks:
+        assert ranks.wait() == [0] * WORLD, ranks.output()
+        said = ranks.output()
+    assert f"step_brought step={step}" in said
+    assert 'came_from="the nodes\' memory"' in said
     assert f"resumed step={step}" in said
     assert losses(tmp_path / "run") == undisturbed
     assert not os.listdir(memory)

@@ -92,14 +92,17 @@ class Nodes:
         chosen = steps.newest_verified(self.shared).chosen
 
         def work(rank: int, together: object) -> str | None:
-            return Gatherer(
+            newer = Gatherer(
                 place=find_place(rank, RANKS, f"n{rank}", together),  # type: ignore[arg-type]
                 together=together,  # type: ignore[arg-type]
                 shared=DirectoryTier(self.shared, read_back=False),
                 nodes=[self.locals[rank] if rank not in lost else LocalTier(Path("/nonexistent/disk"), keep=1)],
                 cold=None,
                 fence=lambda: None,
+                load=lambda *_: False,
+                listen=None,
             ).newer_than(chosen.manifest if chosen is not None else None)
+            return newer.directory.name if newer is not None else None
 
         found = on_ranks(RANKS, work)
         assert len(set(found)) == 1, "all ranks hear the same"
@@ -399,7 +402,7 @@ def test_a_newer_attempt_is_not_disturbed(nodes: Nodes) -> None:
     place = find_place(0, 1, "n0", _Alone())
     gatherer = Gatherer(
         place=place, together=_Alone(), shared=DirectoryTier(nodes.shared), nodes=nodes.locals[:1], cold=None,
-        fence=fenced,
+        fence=fenced, load=lambda *_: False, listen=None,
     )  # fmt: skip
     nodes.locals[0].receive(
         make(100, content(100)), "__1_0.distcp", make(100, content(100)).manifest.files["__1_0.distcp"],

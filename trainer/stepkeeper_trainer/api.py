@@ -275,7 +275,7 @@ class CheckpointManager:
             saver.prepare(tensors)
         self._reporter.resumed(resumed.step, memory=place_in_memory(self._tiering))
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
-        self._periodic.start(self.step)
+        self._periodic.start(self.step, saved=resumed.is_saved)
         self._agreement.issue(self._proposal())
         self._listen_between_steps(resumed)
         return self.step
@@ -546,7 +546,7 @@ class CheckpointManager:
             requests=self._requests,
             last_step=self._last_step,
             counters=self._counters,
-            saved_step=resumed.step,
+            saved_step=resumed.step if resumed.is_saved else None,
             save_within_s=self._save_within_s,
             saver=self._ready(),
             rank=self.rank,

@@ -269,10 +269,11 @@ class Periodic:
         """How long a step usually lasts; 0 where nothing is known."""
         return self._toll.usual_s
 
-    def start(self, step: int) -> None:
-        """Say that training begins or goes on with `step` steps done."""
+    def start(self, step: int, *, saved: bool = True) -> None:
+        """Say that training begins or goes on with `step` steps done; if no step directory has them, a save is due."""
         self._stepped_at = self._observed_at = self._now()
         self._cadence.note_begun(step, self._stepped_at)
+        self.due = not saved
 
     def step(self, step: int, *, epoch_end: bool) -> None:
         """Take in that a step is complete."""

@@ -54,9 +54,9 @@ ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(stat
 class CheckedReader:
     """What a step directory holds, and its tensors."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, contents: Contents | None = None) -> None:
         self._directory, self._manifest = directory, manifest
-        self._contents: Contents | None = None
+        self._contents = contents
         self._metadata: Metadata | None = None
 
     @property
@@ -68,15 +68,7 @@ class CheckedReader:
             OSError: it cannot be opened.
         """
         if self._contents is None:
-            try:
-                with StepBytes(self._directory, self._manifest, chunks_kept=1) as source:
-                    data = source.read_whole(METADATA_NAME)
-            except StoredError as error:
-                raise DamagedError(str(error)) from error
-            try:
-                self._contents = parse(data)
-            except MetadataError as error:
-                raise DamagedError(f"{self._directory / METADATA_NAME}: {error}") from error
+            self._contents = parse_contents(read_description(self._directory, self._manifest), self._directory)
         return self._contents
 
     def read_metadata(self) -> Metadata:
@@ -91,12 +83,18 @@ class CheckedReader:
         Raises:
             DamagedError: some byte is not what the manifest says, or cannot be read.
         """
+        return fill(self._directory, self._manifest, self.plan(tensors), limits=limits, turn=turn)
+
+    def plan(self, tensors: dict[str, torch.Tensor]) -> list[Wanted]:
+        """Say which boxes of which stored pieces this rank needs; torch's planner knows all kinds of sharding.
+
+        Raises:
+            DamagedError: they are not stored, or in another size.
+        """
         with collection_paused():
-            wanted = self._plan(tensors)
-        return fill(self._directory, self._manifest, wanted, limits=limits, turn=turn)
+            return self._plan(tensors)
 
     def _plan(self, tensors: dict[str, torch.Tensor]) -> list[Wanted]:
-        """Say which boxes of which stored pieces this rank needs; torch's planner knows all kinds of sharding."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), self.read_metadata(), is_coordinator=True)
         try:
@@ -166,6 +164,23 @@ class CheckedReader:
             box_sizes=tuple(item.lengths),
             target=target.detach(),
         )
+
+
+def read_description(directory: Path, manifest: Manifest) -> bytes:
+    """Return a step's `.metadata`, checked.  Raises DamagedError, OSError where it cannot be opened."""
+    try:
+        with StepBytes(directory, manifest, chunks_kept=1) as source:
+            return source.read_whole(METADATA_NAME)
+    except StoredError as error:
+        raise DamagedError(str(error)) from error
+
+
+def parse_contents(data: bytes, directory: Path) -> Contents:
+    """Parse the `.metadata` of a step as data.  Raises DamagedError."""
+    try:
+        return parse(data)
+    except MetadataError as error:
+        raise DamagedError(f"{directory / METADATA_NAME}: {error}") from error
 
 
 def open_manifest(directory: Path, if_absent: str, if_unusable: str) -> Manifest:

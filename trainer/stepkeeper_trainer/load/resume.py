@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from stepkeeper_trainer.formats import lineage
 from stepkeeper_trainer.formats.manifest import Manifest, ManifestError, read_manifest
 from stepkeeper_trainer.formats.steps import Choice, StepDirectory, current_lineage, list_steps, newest_verified
 from stepkeeper_trainer.formats.verify import Cache, join_shards, known_right, verify_shard
+from stepkeeper_trainer.load.from_memory import MemoryReader
 from stepkeeper_trainer.load.initial import is_initial, is_training_step, load_initial
 from stepkeeper_trainer.load.reader import CheckedReader, load, open_manifest
 from stepkeeper_trainer.load.worker import Limits
@@ -22,11 +24,12 @@ from stepkeeper_trainer.store import space
 from stepkeeper_trainer.store.run_directory import record_left_out, record_start
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from stepkeeper_trainer.coordinate.agreement import Agreement
     from stepkeeper_trainer.save.commit import Commits
     from stepkeeper_trainer.state import TrainingState
+    from stepkeeper_trainer.tiers.search import Load, Newer
     from stepkeeper_trainer.tiers.tiering import Tiering
 
 
@@ -40,11 +43,16 @@ class Resumed:
     """Where training goes on; all None for a start from the very beginning."""
 
     step: int | None
-    saved: tuple[int, str] | None  # step and save_id of what is on disk already
+    saved: tuple[int, str] | None  # step and save_id of what is on disk already; None of a snapshot
     parent: str | None  # of the next commit; known on rank 0 only
     manifest: Manifest | None = None
     directory: Path | None = None
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # conditions of then and now that differ
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether shared storage has what training goes on from; the very start needs no save."""
+        return self.step is None or self.saved is not None
 
 
 def resume(
@@ -67,7 +75,12 @@ def resume(
         ResumeError: it is not there, or does not fit.
         DamagedError: its bytes are not what its manifest says.
     """
-    own, foreign = _find(Wanted.of(resume_from, commits), commits, state, agreement, tiering)
+    search = None
+    if tiering is not None:
+        search = partial(_newer_in_tiers, tiering, partial(_load_snapshot, state, agreement, limits))
+    own, foreign = _find(Wanted.of(resume_from, commits), commits, state, agreement, search)
+    if isinstance(own, Loaded):
+        return _continue(own, commits, state, world_size)
     if own is None and foreign is None:
         return _begin(commits, state)
     directory = Path(own or foreign or "")
@@ -98,6 +111,23 @@ def resume(
     if state.rank == 0:
         say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
     return Resumed(manifest.step, (manifest.step, manifest.save_id), parent, manifest, directory, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A snapshot that was loaded from the nodes' memory."""
+
+    newer: Newer
+    parent: str | None  # save_id of the commit that it follows
+
+
+def _continue(loaded: Loaded, commits: Commits, state: TrainingState, world_size: int) -> Resumed:
+    """Go on from a snapshot, which is no commit: the next one follows the one before it."""
+    directory, manifest = loaded.newer.directory, loaded.newer.manifest
+    if state.rank == 0:
+        _record_left_out(commits, manifest, state)
+        say("resumed", step=manifest.step, directory=directory, save_id=manifest.save_id)
+    return Resumed(manifest.step, None, loaded.parent, manifest, directory, warn_of_changes(manifest, world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +162,46 @@ class Wanted:
 
 
 def _find(
-    wanted: Wanted, commits: Commits, state: TrainingState, agreement: Agreement, tiering: Tiering | None
-) -> tuple[str | None, str | None]:
-    """Return the step of this run that counts, and what lies elsewhere where there is none."""
-    own = wanted.own
+    wanted: Wanted,
+    commits: Commits,
+    state: TrainingState,
+    agreement: Agreement,
+    search: Callable[[str | None], str | Loaded | None] | None,
+) -> tuple[str | Loaded | None, str | None]:
+    """Return the step of this run that counts, and what lies elsewhere where there is none.
+
+    `search` looks for a newer step in other tiers.
+    """
+    shared = wanted.own
     if wanted.newest:
-        own = _newest_together(commits.checkpoints, agreement, state.rank, state.world_size)
-    if tiering is not None and (wanted.newest or commits.environment.resume_newest):
-        own = _newer_in_tiers(tiering, own)
+        shared = _newest_together(commits.checkpoints, agreement, state.rank, state.world_size)
+    own: str | Loaded | None = shared
+    if search is not None and (wanted.newest or commits.environment.resume_newest):
+        own = search(shared)
     if state.rank == 0 and own is None and wanted.newest and wanted.foreign is None:
         say("started_anew", why="no verified step directory")
     if state.rank == 0 and own is not None and wanted.foreign is not None:
         warn(
             "own_step_counts",
-            step=own,
+            step=own.newer.directory if isinstance(own, Loaded) else own,
             instead_of=wanted.foreign,
             why="to start from the beginning, use another run directory",
         )
     return own, wanted.foreign if own is None else None
+
+
+def _load_snapshot(
+    state: TrainingState, agreement: Agreement, limits: Limits | None, directory: Path, manifest: Manifest
+) -> bool:
+    """Load a snapshot from the nodes' memory; false on all ranks where it has to be brought to shared storage."""
+    try:
+        reader = MemoryReader.open(directory, manifest, agreement.idle_group)
+        _load(reader, directory, state, agreement, limits)
+    except DamagedError as error:
+        if state.rank == 0:
+            say("snapshot_copied", step=manifest.step, to="shared storage", why=error)
+        return False
+    return True
 
 
 def _load(
@@ -239,14 +291,16 @@ def _newest_together(checkpoints: Path, agreement: Agreement, rank: int, world_s
     return _say_chosen(Choice(None, tuple(skipped)), checkpoints) if rank == 0 else None
 
 
-def _newer_in_tiers(tiering: Tiering, resume_from: str | None) -> str | None:
-    """Bring what another tier has newer than what shared storage has, and resume from that."""
+def _newer_in_tiers(tiering: Tiering, load: Load, resume_from: str | None) -> str | Loaded | None:
+    """Bring what another tier has newer than what shared storage has, or load it there, and resume from that."""
     chosen = None
     if resume_from is not None:
         with contextlib.suppress(ManifestError, OSError):  # then anything whole is better
             chosen = read_manifest(Path(resume_from))
-    newer = tiering.newer_than(chosen)
-    return str(newer) if newer is not None else resume_from
+    newer = tiering.newer_than(chosen, load)
+    if newer is None:
+        return resume_from
+    return Loaded(newer, chosen.save_id if chosen is not None else None) if newer.loaded else str(newer.directory)
 
 
 def _say_skipped(step: StepDirectory, problems: tuple[str, ...]) -> None:
@@ -261,12 +315,30 @@ def _say_chosen(choice: Choice, checkpoints: Path) -> str | None:
 
 
 def _record(commits: Commits, directory: Path | None, manifest: Manifest | None, state: TrainingState) -> str | None:
-    checkpoints, environment = commits.checkpoints, commits.environment
-    done = manifest.step if manifest is not None else 0
+    environment = commits.environment
+    with _writing_lineage():
+        parent = record_start(
+            commits.checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back
+        )
+    _record_left_out(commits, manifest, state)
+    return parent
+
+
+def _record_left_out(commits: Commits, manifest: Manifest | None, state: TrainingState) -> None:
+    environment, done = commits.environment, manifest.step if manifest is not None else 0
+    with _writing_lineage():
+        record_left_out(
+            commits.checkpoints,
+            state.others.get("sampler"),
+            environment.skip_data,
+            done=done,
+            attempt=environment.attempt,
+        )
+
+
+@contextlib.contextmanager
+def _writing_lineage() -> Iterator[None]:
     try:
-        parent = record_start(checkpoints, directory, manifest, environment.attempt, goes_back=environment.goes_back)
-        sampler = state.others.get("sampler")
-        record_left_out(checkpoints, sampler, environment.skip_data, done=done, attempt=environment.attempt)
+        yield
     except OSError as error:
         raise StepkeeperError(f"{error.filename}: the lineage cannot be written: {error.strerror}") from error
-    return parent

@@ -427,13 +427,7 @@ class Worker:
         for index, lo, hi in by_chunk(item.start, item.end, source.entry.chunk_bytes):
             base = index * source.entry.chunk_bytes
             archive += self._checked(source, index)[lo - base : hi - base]
-        try:
-            layout = self._load.layouts.of(item, archive)
-        except ItemError:
-            copy_box(load_plain(archive, item, source.path), item)
-            return
-        data = archive[layout.head_bytes : layout.head_bytes + layout.storage_bytes]
-        copy_box(strided(data, layout, item), item)
+        place(archive, item, self._load.layouts, source.path)
 
 
 class Budget:
@@ -489,6 +483,17 @@ def copy_bytes(address: int, view: memoryview, count: int, target: torch.Tensor)
         ctypes.memmove(target.data_ptr(), address, count)  # without the interpreter lock, and on this thread alone
     else:
         target.view(-1).view(torch.uint8).copy_(torch.frombuffer(view, dtype=torch.uint8, count=count))
+
+
+def place(archive: bytearray, item: Wanted, layouts: Layouts, path: Path) -> None:
+    """Copy what is wanted of an archive of the file at `path`.  Raises DamagedError where it is another tensor."""
+    try:
+        layout = layouts.of(item, archive)
+    except ItemError:
+        copy_box(load_plain(archive, item, path), item)
+        return
+    data = archive[layout.head_bytes : layout.head_bytes + layout.storage_bytes]
+    copy_box(strided(data, layout, item), item)
 
 
 def strided(data: bytearray, layout: Layout, item: Wanted) -> torch.Tensor:

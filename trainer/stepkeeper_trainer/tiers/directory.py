@@ -436,6 +436,12 @@ class LocalTier:
         fsync_directory(self.checkpoints)
         return final.name
 
+    def adopt(self, held: Held) -> None:
+        """Make a step of which nothing is here yet but its manifest: `receive` takes in files.  Raises OSError."""
+        directory = self.in_flight(held.manifest.step, held.manifest.save_id)
+        make_directories(directory, mode=0o700)
+        self._commit(directory, held)
+
     def find(self, held: Held) -> str | None:
         """Return the directory in which this very save is a step here."""
         return self.tier.find(held)

@@ -89,6 +89,17 @@ class Memory(LocalTier):
         self.open()
         return super().begin(step, save_id, size)
 
+    def adopt(self, held: Held, size: int = 0) -> None:
+        """Make a snapshot of which other nodes will send `size` bytes.
+
+        Raises:
+            TierError, OSError: as `open`, or there is no room.
+        """
+        self.open()
+        if (why := self.why_no_room(size, None)) is not None:
+            raise TierError(why)
+        super().adopt(held)
+
     def missing(self, held: Held, ranks: tuple[int, ...]) -> list[str]:
         """Return the files of these ranks that a snapshot in flight does not have in full here."""
         directory = self.in_flight(held.manifest.step, held.manifest.save_id)
@@ -156,12 +167,20 @@ class Memory(LocalTier):
 class Snapshots:
     """One a rank: what it has to do for a snapshot on its node."""
 
-    def __init__(self, memory: Memory, *, ranks: tuple[int, ...], rank: int, peers: PeerCopies | None) -> None:
-        """Begin with an empty memory; `ranks` are those of this node."""
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        ranks: tuple[int, ...],
+        rank: int,
+        peers: PeerCopies | None,
+        whole: str | None = None,
+    ) -> None:
+        """Begin with what this launch has resumed from, if that is a snapshot; `ranks` are those of this node."""
         self._memory, self._ranks, self._rank, self._peers = memory, ranks, rank, peers
         self._leads = ranks[0] == rank
         self._committed: Held | None = None  # the newest snapshot of which this node has its part
-        self._whole: str | None = None  # directory of the newest that all nodes hold
+        self._whole = whole  # directory of the newest that all nodes hold
         self._size = 0  # of this rank's part
         self._looked_at = -LOOK_EVERY_S
         self._rest_until = 0.0

@@ -66,7 +66,8 @@ class PeerCopies:
 
     def __init__(self, local: LocalTier, next_node: Address, ranks: tuple[int, ...], pace: Pace) -> None:
         """Start the thread; `ranks` are those of this node: their files go."""
-        self._local, self._next, self._ranks, self._pace = local, next_node, ranks, pace
+        self._to = next_node.host
+        self._sender = Sender(local, next_node, ranks, pace)
         self._changed = threading.Condition()
         self._newest: Held | None = None
         self._sending = self._stopping = False
@@ -87,6 +88,7 @@ class PeerCopies:
 
     def close(self) -> None:
         """Stop between two files."""
+        self._sender.stop()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -101,15 +103,33 @@ class PeerCopies:
                 self._sending = True
             assert held is not None
             try:
-                size = self._send(held)
+                size = self._sender.send(held)
             except (OSError, TierError) as error:
-                warn("peer_copy_failed", step=held.manifest.step, to=self._next.host, why=error)
+                warn("peer_copy_failed", step=held.manifest.step, to=self._to, why=error)
             else:
-                say("peer_copied", step=held.manifest.step, to=self._next.host, bytes=size)
+                say("peer_copied", step=held.manifest.step, to=self._to, bytes=size)
             with self._changed:
                 self._sending = False
 
-    def _send(self, held: Held) -> int:
+
+class Sender:
+    """Sends files of some ranks to another node."""
+
+    def __init__(self, local: LocalTier, to: Address, ranks: tuple[int, ...], pace: Pace) -> None:
+        """Do nothing yet."""
+        self._local, self._to, self._ranks, self._pace = local, to, ranks, pace
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Stop between two files."""
+        self._stopping = True
+
+    def send(self, held: Held) -> int:
+        """Send the files of a step that are here and not there; return how many bytes went.
+
+        Raises:
+            OSError, TierError: the other node does not take them, or a file is damaged.
+        """
         own = {
             name: entry
             for name, entry in held.manifest.files.items()
@@ -132,11 +152,11 @@ class PeerCopies:
         """Connect, and ask for the first file: again where a busy node was late with its proof, or in a crowd.
 
         Raises:
-            OSError, TierError: the next node does not take it.
+            OSError, TierError: the other node does not take it.
         """
         began = time.monotonic()
         while True:
-            connection = socket.create_connection((self._next.host, self._next.port), timeout=WITHIN_S)
+            connection = socket.create_connection((self._to.host, self._to.port), timeout=WITHIN_S)
             try:
                 self._ask(connection, held, name)
                 _require_answer(connection)
@@ -155,7 +175,7 @@ class PeerCopies:
         """Say which file is to come, and prove to know the key."""
         line = msgspec.json.encode(Wanted(held.manifest.save_id, held.manifest.step, name)) + b"\n"
         challenge = _exactly(connection, CHALLENGE_BYTES)
-        connection.sendall(line + proof_of(self._next.key, challenge, line))
+        connection.sendall(line + proof_of(self._to.key, challenge, line))
 
     def _send_file(self, connection: socket.socket, held: Held, name: str, entry: FileEntry) -> int:
         """Send a file that was asked for, unless it is there."""
@@ -167,7 +187,7 @@ class PeerCopies:
             self._pace.take(len(chunk))
             connection.sendall(chunk)
         if _exactly(connection, 1) != DONE:
-            raise TierError(f"{name}: the next node did not keep it")
+            raise TierError(f"{name}: the other node did not keep it")
         return entry.bytes
 
 
@@ -208,7 +228,7 @@ def proof_of(key: bytes, challenge: bytes, line: bytes) -> bytes:
 
 def _require_answer(connection: socket.socket) -> None:
     if not connection.recv(1, socket.MSG_PEEK):
-        raise TierError("the next node has closed the connection")
+        raise TierError("the other node has closed the connection")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -216,7 +236,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = connection.recv(count - len(data))
         if not more:
-            raise TierError("the next node has closed the connection")
+            raise TierError("the other node has closed the connection")
         data += more
     return data
 

@@ -1,4 +1,6 @@
-"""At a start: is a newer step than the chosen one whole, on the nodes' disks or in the cold tier?  Then bring it.
+"""At a start: is a newer step than the chosen one whole, in the nodes' memory, on their disks or in the cold tier?
+
+Then it is brought to shared storage.  A snapshot of which each rank finds its part on its own node is read there.
 
 All ranks call it together.  The first rank of each node tells which parts its disk has; where the parts of all nodes
 make a whole step of the run's lineage, every rank copies a share of its node's files to shared storage, and rank 0
@@ -8,9 +10,10 @@ has it.  The cold tier is asked only where the newest commit of the lineage is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Protocol
 
 from stepkeeper_trainer.formats import lineage as lineages
@@ -19,7 +22,8 @@ from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import Pace, push
 from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
 from stepkeeper_trainer.tiers.memory import Memory
-from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError
+from stepkeeper_trainer.tiers.peers import Address, Keeping, Sender
+from stepkeeper_trainer.tiers.tier import Held, Staging, Tier, TierError, writer_of
 
 ANCESTORS = "ancestors"  # in the manifest's state: save_ids that led to it, newest first; None is the very start
 ANCESTORS_MAX = 64
@@ -44,12 +48,34 @@ class Place:
 
     rank: int
     world_size: int
-    node: tuple[int, ...]  # the ranks of its node, lowest first
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, lowest first
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of its node."""
+        return next(node for node in self.nodes if self.rank in node)
 
     @property
     def leads(self) -> bool:
         """Whether it is the first of its node."""
         return self.node[0] == self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Newer:
+    """A step that is newer than what shared storage had."""
+
+    directory: Path
+    manifest: Manifest
+    loaded: bool = False  # where the nodes hold it, and shared storage does not have it
+
+
+Load = Callable[[Path, Manifest], bool]
+"""Loads a snapshot from this node's directory, on all ranks together; false on all where it has to be brought."""
+Listen = Callable[[LocalTier], Keeping]
+"""Has this node take in files of a step.  Raises TierError or OSError."""
+Parts = dict[int, set[str]]
+"""The files of a step that a node has, by its first rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +90,10 @@ class _Offer:
 
 def find_place(rank: int, world_size: int, node: str, together: Together) -> Place:
     """Say which ranks share this one's node; `node` names it and its disk.  All ranks call it."""
-    nodes = together.gather(node)
-    return Place(rank=rank, world_size=world_size, node=tuple(r for r, name in enumerate(nodes) if name == node))
+    nodes: dict[str, list[int]] = {}
+    for each, name in enumerate(together.gather(node)):
+        nodes.setdefault(name, []).append(each)
+    return Place(rank=rank, world_size=world_size, nodes=tuple(tuple(ranks) for ranks in nodes.values()))
 
 
 def counts(manifest: Manifest, lineage: lineages.Lineage | None) -> bool:
@@ -95,40 +123,122 @@ class Gatherer:
         nodes: Sequence[LocalTier],
         cold: Tier | None,
         fence: Callable[[], object],
+        load: Load,
+        listen: Listen | None,
         pace: Pace | None = None,
     ) -> None:
         """Look at nothing yet; `nodes` are what each node has of its own, what is newest as a rule first.
 
-        `fence` raises where this attempt must not commit any more.
+        `fence` raises where this attempt must not commit any more.  `load` is for snapshots; with `listen` nodes send
+        each other the parts that they lack.
         """
+        self._load, self._listen = load, listen
         self._place, self._together, self._shared = place, together, shared
         self._nodes, self._cold, self._fence, self._pace = nodes, cold, fence, pace
 
-    def newer_than(self, chosen: Manifest | None) -> str | None:
-        """Bring the newest whole step that is newer than `chosen`; return its directory's name below `checkpoints/`.
+    def newer_than(self, chosen: Manifest | None) -> Newer | None:
+        """Bring the newest whole step that is newer than `chosen`, or load it where the nodes hold it.
 
         `chosen` is what shared storage has; the same on all ranks.
         """
         found = None
         for tier in self._nodes:
             if (newer := self._from_nodes(tier, chosen)) is not None:
-                found, chosen = newer
+                found, chosen = newer, newer.manifest
         if found is None and self._cold is not None:
             found = self._from_cold(chosen)
         return found
 
     # --- the nodes' disks ------------------------------------------------------------------------------
 
-    def _from_nodes(self, tier: LocalTier, chosen: Manifest | None) -> tuple[str, Manifest] | None:
+    def _from_nodes(self, tier: LocalTier, chosen: Manifest | None) -> Newer | None:
         held = self._held_here(tier)
         offers = [_offer(each.manifest) for each in held] if self._place.leads else []
         told = {offer.save_id: offer for node in self._together.gather(offers) for offer in node}
-        wanted = self._together.share(self._wanted(told, chosen) if self._place.rank == 0 else None)
+        wanted, follow = self._together.share(self._wanted(told, chosen) if self._place.rank == 0 else None)
         mine = {each.manifest.save_id: each for each in held}
         for save_id in wanted:
-            if (brought := self._bring(tier, save_id, mine.get(save_id))) is not None:
-                return brought
+            step, parts = self._parts(tier, save_id, mine.get(save_id))
+            found = self._load_here(tier, step, parts) if follow and isinstance(tier, Memory) else None
+            found = found or self._bring(tier, step, parts)
+            if found is not None:
+                return found
         return None
+
+    def _parts(self, tier: LocalTier, save_id: str, mine: Held | None) -> tuple[Held, Parts]:
+        """Return a step, as this node holds it if it does, and which files are on the nodes' disks or in memory."""
+        own = tier.files(mine) if mine is not None and self._place.leads else None
+        parts = {rank: set(files) for rank, files in enumerate(self._together.gather(own)) if files is not None}
+        giver = min(parts)
+        raw = self._together.gather(mine.raw if mine is not None and self._place.rank == giver else None)[giver]
+        return mine or Held.read("", raw, source=f"the parts of save {save_id}"), parts
+
+    def _load_here(self, memory: Memory, held: Held, parts: Parts) -> Newer | None:
+        """Load a snapshot where the nodes hold it; None where some rank lacks its part, and does not get it."""
+        if held.manifest.world_size != self._place.world_size:
+            return None
+        lacking = self._lacking(held, parts)
+        if lacking and not self._send_parts(memory, held, lacking):
+            return None
+        name = memory.find(held)
+        if not all(self._together.gather(name is not None)):  # somebody has removed it meanwhile
+            return None
+        assert name is not None, "each rank has said so"
+        directory = memory.checkpoints / name
+        return Newer(directory, held.manifest, loaded=True) if self._load(directory, held.manifest) else None
+
+    def _lacking(self, held: Held, parts: Parts) -> dict[tuple[int, ...], int | None]:
+        """Return the nodes that lack files which their ranks wrote, each with a first rank of a node that has them."""
+        written: dict[int, set[str]] = {}
+        for name in held.manifest.files:
+            written.setdefault(writer_of(name), set()).add(name)
+        found: dict[tuple[int, ...], int | None] = {}
+        for node in self._place.nodes:
+            own = set().union(*(written.get(rank, ()) for rank in node))
+            if not own <= parts.get(node[0], set()):
+                found[node] = next((rank for rank, part in sorted(parts.items()) if own <= part), None)
+        return found
+
+    def _send_parts(self, memory: Memory, held: Held, lacking: Mapping[tuple[int, ...], int | None]) -> bool:
+        """Have nodes send others what those lack; whether all came."""
+        if self._listen is None or None in lacking.values():
+            return False
+        place, keeping, problem = self._place, None, ""
+        try:
+            if place.leads and place.node in lacking:
+                keeping = self._take_in(memory, held)
+        except (TierError, OSError) as error:
+            problem = str(error)
+        try:
+            told = self._together.gather((keeping.address if keeping is not None else None, problem))
+            if not any(each for _, each in told):
+                problem = self._send(
+                    memory, held, {told[node[0]][0]: node for node in lacking if lacking[node] == place.rank}
+                )
+            problems = [each for each in self._together.gather(problem) if each]
+        finally:
+            if keeping is not None:
+                keeping.close()
+        if place.rank == 0:
+            say("snapshot_sent", step=held.manifest.step, nodes=len(lacking), why_not="; ".join(problems[:1]))
+        return not problems
+
+    def _take_in(self, memory: Memory, held: Held) -> Keeping:
+        """Have this node take in what its ranks wrote.  Raises TierError or OSError."""
+        assert self._listen is not None
+        if memory.find(held) is None:
+            files = held.manifest.files.items()
+            memory.adopt(held, sum(entry.bytes for name, entry in files if writer_of(name) in self._place.node))
+        return self._listen(memory)
+
+    def _send(self, memory: Memory, held: Held, to: Mapping[Address, tuple[int, ...]]) -> str:
+        """Send nodes their parts, one after the other; return what went wrong."""
+        try:
+            for address, ranks in to.items():
+                Sender(memory, address, ranks, Pace()).send(held)
+        except (TierError, OSError) as error:
+            return f"{address.host}: {error}"
+        return ""
 
     def _held_here(self, tier: LocalTier) -> list[Held]:
         try:
@@ -137,23 +247,20 @@ class Gatherer:
             warn("local_tier_failed", rank=self._place.rank, why=error)
             return []
 
-    def _wanted(self, offers: dict[str, _Offer], chosen: Manifest | None) -> list[str]:
-        """Return which steps to try, newest first (rank 0)."""
+    def _wanted(self, offers: dict[str, _Offer], chosen: Manifest | None) -> tuple[list[str], bool]:
+        """Return which steps to try, newest first, and whether they follow `chosen`: a commit could too (rank 0)."""
         lineage = lineages.read(self._shared.checkpoints)
+        head = lineage.head if lineage is not None and lineage.has_steps else None
         able = [
             offer
             for offer in offers.values()
             if (chosen is None or offer.step > chosen.step) and counts(_manifest(offer), lineage)
         ]
-        return [offer.save_id for offer in sorted(able, key=lambda each: (each.step, each.created_at), reverse=True)]
+        newest_first = sorted(able, key=lambda each: (each.step, each.created_at), reverse=True)
+        return [offer.save_id for offer in newest_first], head == (chosen.save_id if chosen is not None else None)
 
-    def _bring(self, tier: LocalTier, save_id: str, mine: Held | None) -> tuple[str, Manifest] | None:
+    def _bring(self, tier: LocalTier, held: Held, parts: Parts) -> Newer | None:
         """Have all nodes copy their parts of a step; None where they do not make a whole one."""
-        own = tier.files(mine) if mine is not None and self._place.leads else None
-        parts = {rank: set(files) for rank, files in enumerate(self._together.gather(own)) if files is not None}
-        giver = min(parts)
-        raw = self._together.gather(mine.raw if mine is not None and self._place.rank == giver else None)[giver]
-        held = Held.read(mine.directory if mine is not None else "", raw, source=f"the parts of save {save_id}")
         for _ in range(ROUNDS_MAX):
             there = self._together.share(self._there(held) if self._place.rank == 0 else None)
             missing = [name for name in held.manifest.files if name not in there]
@@ -163,15 +270,14 @@ class Gatherer:
                     warn(
                         "local_step_incomplete",
                         step=held.manifest.step,
-                        save_id=save_id,
+                        save_id=held.manifest.save_id,
                         files=len(lost),
                         why=f"no node that answers has {lost[0]} whole",
                     )
                 return None
             if not missing:
                 where = "the nodes' memory" if isinstance(tier, Memory) else "the nodes' disks"
-                name = self._commit(held, where)
-                return (name, held.manifest) if name is not None else None
+                return self._commit(held, where)
             damaged = self._copy_parts(tier, held, missing, parts)
             for rank, name in damaged:
                 parts[rank].discard(name)
@@ -203,7 +309,7 @@ class Gatherer:
 
     # --- the cold tier ---------------------------------------------------------------------------------
 
-    def _from_cold(self, chosen: Manifest | None) -> str | None:
+    def _from_cold(self, chosen: Manifest | None) -> Newer | None:
         assert self._cold is not None
         candidates: list[Held] = []
         if self._place.rank == 0:
@@ -238,8 +344,8 @@ class Gatherer:
         found = [held for held in self._cold.steps() if counts(held.manifest, lineage)]
         return [held for held in found if chosen is None or held.manifest.step > chosen.step]
 
-    def _commit(self, held: Held, came_from: str) -> str | None:
-        """Make what was brought a step of the run; its name, on all ranks, or None with the reason in the log."""
+    def _commit(self, held: Held, came_from: str) -> Newer | None:
+        """Make what was brought a step of the run; None, on all ranks, with the reason in the log."""
         name, problem = None, ""
         if self._place.rank == 0:
             self._fence()
@@ -251,8 +357,8 @@ class Gatherer:
                 say("step_brought", step=held.manifest.step, directory=name, came_from=came_from)
             else:
                 warn("step_not_brought", step=held.manifest.step, came_from=came_from, why=problem)
-        shared: str | None = self._together.share(name)
-        return shared
+        name = self._together.share(name)
+        return Newer(self._shared.checkpoints / name, held.manifest) if name is not None else None
 
 
 def _offer(manifest: Manifest) -> _Offer:

@@ -22,7 +22,7 @@ from stepkeeper_trainer.tiers.copying import Pace
 from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier, open_tier
 from stepkeeper_trainer.tiers.memory import Memory, Snapshots
 from stepkeeper_trainer.tiers.peers import Keeping, PeerCopies, interface_host, next_node, own_host
-from stepkeeper_trainer.tiers.search import Gatherer, Place, find_place
+from stepkeeper_trainer.tiers.search import Gatherer, Load, Newer, Place, find_place
 from stepkeeper_trainer.tiers.survey import prune
 from stepkeeper_trainer.tiers.tier import IDENTITY_NAME, Tier, TierError, Tiers, from_environment, read_identity
 from stepkeeper_trainer.tiers.uploader import Uploader
@@ -94,8 +94,8 @@ class Tiering:
             warn("snapshots_off", why=problems[0], nodes=len(set(problems)))
         return None if problems else memory
 
-    def newer_than(self, chosen: Manifest | None) -> Path | None:
-        """Bring a step that is newer than the chosen one from another tier, and return its directory.
+    def newer_than(self, chosen: Manifest | None, load: Load) -> Newer | None:
+        """Find a step that is newer than the chosen one in another tier, and bring it or `load` it there.
 
         All ranks call it.  Raises SupersededError where a newer attempt holds the run.
         """
@@ -107,21 +107,25 @@ class Tiering:
             nodes=[each for each in (self._memory, parts.local) if each is not None],
             cold=parts.cold,
             fence=self._commits.check_fence,
+            load=load,
+            listen=(lambda tier: Keeping(tier, self._own_host())) if self.tiers.peers else None,
         )
-        name = gatherer.newer_than(chosen)
+        newer = gatherer.newer_than(chosen)
         if parts.place.rank == 0:  # what was copied in part, and is of no use any more
             parts.shared.clear(lambda _save_id: False)
-        return self._commits.checkpoints / name if name is not None else None
+        return newer
 
     def start(self, resumed: Path | None, manifest: Manifest | None) -> None:
         """Begin to copy: from now on, and what the cold tier lacks of the step that was resumed from."""
         parts = self._parts
         rank = parts.place.rank
         if self._memory is not None:
+            # what the launch has resumed from stays until there is a newer one, unless shared storage has it
+            whole = resumed.name if resumed is not None and resumed.parent == self._memory.checkpoints else None
             if parts.place.leads:
-                self._memory.keep_only(None)  # the launch has resumed: what it came from is on shared storage
+                self._memory.keep_only(whole)
             peers = self._start_peers(self._memory)
-            self.snapshots = Snapshots(self._memory, ranks=parts.place.node, rank=rank, peers=peers)
+            self.snapshots = Snapshots(self._memory, ranks=parts.place.node, rank=rank, peers=peers, whole=whole)
         if parts.local is not None:
             peers = self._start_peers(parts.local)
             self.uploader = Uploader(

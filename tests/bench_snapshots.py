@@ -4,7 +4,7 @@ Two ranks as two nodes, on one machine, started by hand: what a supervisor and S
 Ways take turns within each round, so that what else the machine does befalls all.
 
     python -m tests.bench_snapshots [--rounds 3] [--width 256]
-    python -m tests.bench_snapshots --loads [--rounds 5] [--width 1024]
+    python -m tests.bench_snapshots --loads [--rounds 5] [--width 1024] [--storage DIR]
 
 With `--loads` the sharded training (FSDP) is killed, and resumes from one snapshot in two ways: read from memory, and
 copied to storage first.  It is copied where ranks have changed their nodes: none finds its own part there.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -41,13 +42,14 @@ def ranks(run: Path, memory: Path, every: str | None, *arguments: str, swapped: 
     return Ranks(WORLD, run, *arguments, steps=STEPS, every=EVERY, of_rank=of_rank)
 
 
-def loads(model: list[str], root: Path) -> dict[str, dict[str, float]]:
+def loads(model: list[str], root: Path, storage: Path) -> dict[str, dict[str, float]]:
     """Kill a sharded training, and resume from its snapshot in both ways; return what was measured, by way."""
-    run, memory, kept = root / "run", root / "memory", root / "kept"
+    run, memory, kept = storage / "run", root / "memory", root / "kept"
     memory.mkdir(parents=True, mode=0o700)
     with ranks(run, memory, "2 steps", *model) as first:
-        first.until(lambda: "snapshot_held step=4 " in first.logs[0].read_text())
+        first.until(lambda: "snapshot_held" in first.logs[0].read_text())
         first.kill()
+        step = int(re.findall(r"snapshot_held step=(\d+)", first.logs[0].read_text())[-1])
     for each in (run, memory):
         shutil.copytree(each, kept / each.name)
     found = {}
@@ -57,11 +59,11 @@ def loads(model: list[str], root: Path) -> dict[str, dict[str, float]]:
             shutil.copytree(kept / each.name, each)
         began = time.monotonic()
         with ranks(run, memory, "2 steps", "--resume-from=latest", *model, swapped=way == COPIED) as again:
-            again.until(lambda: " resumed step=4 " in again.logs[0].read_text())
+            again.until(lambda: f" resumed step={step} " in again.logs[0].read_text())
             took = time.monotonic() - began
             again.kill()
             assert ("step_brought" in again.output()) is (way == COPIED), again.output()
-        size = sum(path.stat().st_size for path in memory.glob("*/*/checkpoints/step_00000004/__*")) / 1e6
+        size = sum(path.stat().st_size for path in (kept / memory.name).glob(f"*/*/checkpoints/step_*{step}/__*")) / 1e6
         found[way] = {"start of the ranks to resumed (s)": took, "state (MB)": size}
     return found
 
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--loads", action="store_true", help="only what a relaunch takes to load a snapshot")
+    parser.add_argument("--storage", default="/dev/shm", help="with --loads: where the run directory is")
     parser.add_argument("--layers", type=int, default=2)
     chosen = parser.parse_args()
     model = [
@@ -126,7 +129,8 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {way: [] for way in (LOADS if chosen.loads else WAYS)}
     for _ in range(chosen.rounds):
         if chosen.loads:
-            note(found, lambda root: loads(model, root))
+            with tempfile.TemporaryDirectory(dir=chosen.storage) as storage:
+                note(found, lambda root, storage=storage: loads(model, root, Path(storage)))
         else:
             for way in WAYS:
                 note(found, lambda root, way=way: {way: one(way, model, root)})

@@ -41,6 +41,25 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
     assert_complete(training, reference)
 
 
+def test_under_torchrun_a_rank_that_cannot_go_on_is_not_waited_for_either(lab: Lab) -> None:
+    """Two ranks a node: Slurm's number of a torchrun is that of a rank, which may be on another node."""
+    torchrun = Training(lab).python.with_name("torchrun")
+    training = failing(
+        lab, "asleep", step=STEP, step_seconds=0.5, rank=2, run_args=PATIENT, name="asleep-under-torchrun",
+        launcher=(str(torchrun), "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"),
+    )  # fmt: skip
+    training.wait_end()
+
+    *_, look = looks(training)
+    assert look.brief, training.story()
+    *_, seen = [record.event for record in training.events(on.StacksCollected)]
+    assert "rank 2 is in sleeping_for_hours (failing.py:" in seen.summary, seen.summary
+    assert seen.sure_s > 1000
+    (said,) = [record.event for record in training.events(on.Judged)]
+    assert (said.cause, said.rank) == (Cause.HANG, 2), training.story()
+    assert lab.job(training.job_id).state == "COMPLETED", training.story()
+
+
 @pytest.mark.parametrize(("seconds", "step", "steps"), [(0.2, 200, 210), (2.0, 45, 48)])
 def test_a_rank_that_only_sleeps_while_all_others_wait_is_not_waited_for(
     lab: Lab, seconds: float, step: int, steps: int

@@ -20,15 +20,25 @@ SCRIPT = Path(__file__).with_name("failing.py")
 ALWAYS = 99
 
 
-def failing(lab: Lab, how: str, *, step: int = 15, launches: int = 1, rank: int = 1, **fields) -> Training:
-    """Submit a training that fails in its first launches."""
+def failing(
+    lab: Lab,
+    how: str,
+    *,
+    step: int = 15,
+    launches: int = 1,
+    rank: int = 1,
+    launcher: tuple[str, ...] = (),
+    **fields,
+) -> Training:
+    """Submit a training that fails in its first launches; `launcher` stands in place of Python, as torchrun does."""
     training = Training(lab, **{"name": f"{how}-{launches}", **fields})
     script = training.work / "failing.py"
     shutil.copyfile(SCRIPT, script)
     script.chmod(0o644)
     training.command = (
-        str(training.python), str(script), how, str(step), str(launches), str(rank), f"--steps={training.steps}",
-        "--seed=7", f"--checkpoint-every-steps={training.every}", f"--step-seconds-min={training.step_seconds}", *SMALL,
+        *(launcher or (str(training.python),)), str(script), how, str(step), str(launches), str(rank),
+        f"--steps={training.steps}", "--seed=7", f"--checkpoint-every-steps={training.every}",
+        f"--step-seconds-min={training.step_seconds}", *SMALL,
     )  # fmt: skip
     return training.submit()
 

@@ -20,7 +20,7 @@ from stepkeeper.watcher.channel import Channel
 from stepkeeper.watcher.failover import Failover, Found
 from stepkeeper.watcher.messages import Assignment, read
 from stepkeeper.watcher.processes import RankSteps, kill_older_watchers, kill_ranks, rank_processes
-from stepkeeper.watcher.ranks import NodePace, RankSocket, free_port
+from stepkeeper.watcher.ranks import NodePace, RankSocket, free_port, ranks_here
 from stepkeeper.watcher.sensors import Fitness, NodeSensors
 from stepkeeper.watcher.stacks import StackTaker
 from stepkeeper.wrapper import own_address
@@ -246,9 +246,10 @@ class Watcher:
                 self.quit, self.for_good = True, message.for_good
 
     def _take_stacks(self, wanted: bus.Stacks) -> None:
-        pids = {rank: pid for rank, (launch, pid) in self.started.items() if launch.endswith(f".{wanted.launch}")}
-        pids |= {rank: pid for rank, (launch, pid, _) in self.greeted.items() if launch.endswith(f".{wanted.launch}")}
-        self.stacks.take(wanted, pids)
+        of_launch = f".{wanted.launch}"
+        started = {rank: pid for rank, (launch, pid) in self.started.items() if launch.endswith(of_launch)}
+        greeted = {rank: pid for rank, (launch, pid, _) in self.greeted.items() if launch.endswith(of_launch)}
+        self.stacks.take(wanted, ranks_here(started, greeted))
 
     def _on_stacks(self) -> None:
         for word in self.stacks.words():

@@ -131,6 +131,24 @@ EVERY_S = 15.0
 WORDS_MAX = 256  # of a rank, between two of ours
 
 
+def ranks_here(started: Mapping[int, int], greeted: Mapping[int, int]) -> dict[int, int]:
+    """Return the processes of a launch's ranks on this node, by rank.
+
+    A task that a wrapper started is the rank of its number, unless other ranks greet: then it is a launcher (torchrun).
+    Its number is Slurm's, and the rank of that number may be on another node.
+
+    Args:
+        started: pids of tasks, by Slurm's numbers.
+        greeted: pids of ranks whose trainer library has said hello.
+
+    >>> ranks_here({2: 70, 3: 80}, {2: 71})
+    {2: 71, 3: 80}
+    >>> ranks_here({1: 70}, {2: 71, 3: 72}), ranks_here({1: 70}, {0: 71}), ranks_here({1: 70}, {})
+    ({2: 71, 3: 72}, {0: 71}, {1: 70})
+    """
+    return dict(greeted) if greeted.keys() - started.keys() else {**started, **greeted}
+
+
 class Own(NamedTuple):
     """What a rank works itself for a step, in seconds."""
 

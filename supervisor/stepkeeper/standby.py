@@ -126,6 +126,7 @@ class Keeper:
             if self.leaving:
                 self._end_spare()
                 if not self.rank:
+                    self._sweep()  # for what a task leaves behind slurmstepd waits a second, and the job with it
                     return
             ready = self.selector.select(max(0.0, self.lease_until - time.monotonic()) if not self.leaving else None)
             for key, _ in ready:

@@ -23,6 +23,7 @@ class World:
 
     unseen_s = 0.0  # how long a launch without the trainer library runs; 0: it has it, and fails at once
     places = ("",)  # the failures, in turn
+    snapshot: int | None = None  # that the nodes hold in memory
     nodes_wanted = 2  # of three
 
     def __init__(self, cause: Cause, *, step: int | None, checkpoint: int | None, policy: Policy = POLICY) -> None:
@@ -83,6 +84,10 @@ class World:
                 return [on.NodesCleared(at=0, launch=launch, address="a", port=1)]
             case do.StartLaunch():
                 hello: on.Event = on.RankHello(at=0, launch=launch, rank=0, node="a")
+                if self.snapshot is not None and not self.state.resume.went_back:
+                    hello = on.RankHello(
+                        at=0, launch=launch, rank=0, node="a", resumed_step=self.snapshot, in_memory=True
+                    )
                 if self.unseen_s:
                     hello = on.LaunchBegan(at=0, launch=launch)
                 return [hello, on.LaunchEnded(at=0, launch=launch, code=1)]
@@ -121,6 +126,20 @@ def test_whatever_fails_for_ever_ends_and_calls_a_person_once(cause: Cause, step
     assert world.code in (ExitCode.CAUSE_STAYS, ExitCode.TRAINING_FAILED, ExitCode.NODES_LOST)
     assert world.count(do.NotifyUser) == 1
     assert world.count(do.StartLaunch) <= POLICY.node_losses_max + 2
+
+
+@pytest.mark.parametrize("checkpoint", [None, 800])
+@pytest.mark.parametrize("cause", [Cause.HANG, Cause.SEGFAULT])
+def test_a_snapshot_that_fails_again_is_left_for_the_newest_step_directory(cause: Cause, checkpoint: int | None):
+    """The snapshot of step 948 was tried, and no step directory was: none is left out."""
+    world = World(cause, step=950, checkpoint=checkpoint)
+    world.snapshot = 948
+
+    world.play()
+
+    went_back = [each.went_back for each in world.orders if isinstance(each, do.StartLaunch)]
+    assert went_back[:3] == [None, None, True], "the third launch must not find it again"
+    assert world.count(do.RollBack) == 0
 
 
 @pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.UNKNOWN, Cause.GPU_MEMORY, Cause.SEGFAULT])

@@ -303,6 +303,19 @@ def test_a_spare_that_still_imports_makes_way(site):
     until(lambda: not children_of(keeper.pid), "the end of the spare")
 
 
+@pytest.mark.parametrize("how", ["quit", "SIGTERM"])
+def test_a_keeper_leaves_nothing_behind_for_which_slurm_would_wait(site, how):
+    """slurmstepd looks once a second whether what a task has left is gone; its job, and the next attempt, wait."""
+    site.torch(more="kept = b'1' * 400_000_000")  # which takes the kernel some time to take back
+    keeper = site.keeper()
+    (spare,) = children_of(keeper.pid)
+
+    say(keeper, "quit") if how == "quit" else keeper.send_signal(signal.SIGTERM)
+
+    assert keeper.wait(WITHIN_S) == 0
+    assert not Path(f"/proc/{spare}").exists()
+
+
 @pytest.mark.parametrize("how", ["quit", "end of input", "SIGTERM"])
 def test_a_keeper_leaves_at_once_but_not_from_under_its_rank(site, how):
     """Neither a requeue nor a cancellation waits for those that wait; a rank comes to its own end."""

@@ -65,7 +65,9 @@ def main(what: str, directory: Path) -> int:
             reader = CheckedReader(directory, read_manifest(directory))
         else:
             own = directory / f"n{dist.get_rank()}"
-            reader = MemoryReader.open(own, read_manifest(own), group)
+            manifest = read_manifest(own)
+            here = frozenset(name for name in manifest.files if (own / name).exists())
+            reader = MemoryReader.open(own, manifest, here, group)
         load(reader, found, group)
     except DamagedError as error:
         print(f"damaged: {error}", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, read_manifest
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, parse
-from stepkeeper_trainer.load.from_memory import SENT_BYTES_MAX, agree
+from stepkeeper_trainer.load.from_memory import EXTENTS_MAX, SENT_BYTES_MAX, agree, why_not
 from stepkeeper_trainer.tiers.tier import writer_of
 from tests.trainer.test_load import flip, ranks
 
@@ -61,7 +61,7 @@ def test_a_wrong_byte_stops_all_ranks_and_is_named(saved: Path, memory: Path, te
     assert all(f"{file}: bytes of chunk" in text for text in said)
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "of another kind"])
+@pytest.mark.parametrize("how", ["gone", "cut", "zeros"])
 def test_without_what_says_what_it_holds_no_rank_begins(memory: Path, how: str) -> None:
     path = memory / "n0" / METADATA_NAME
     if how == "gone":
@@ -76,7 +76,10 @@ def test_without_what_says_what_it_holds_no_rank_begins(memory: Path, how: str) 
 def test_what_is_sent_is_bounded_and_each_range_is_sent_once() -> None:
     half = SENT_BYTES_MAX // 2
     shared, own, other = ("__0_0.distcp", 0, half), ("__1_0.distcp", 0, half), ("__1_0.distcp", half, 1)
-    assert agree([("", [shared]), ("", [shared, own])]) == [shared, own]
-    refused = agree([("", [shared, own]), ("", [other])])
-    assert refused == "ranks need 64 MiB of other nodes' files, and send each other at most 64 MiB"
-    assert agree([("", [shared]), ("__1_0.distcp: is damaged", [])]) == "__1_0.distcp: is damaged"
+    assert agree([[shared], [shared, own]]) == [shared, own]
+    refused = "ranks need 64 MiB of other nodes' files, and send each other at most 64 MiB"
+    assert agree([[shared, own], [other]]) == refused
+    assert why_not([("", 2, 2 * half), ("", 1, half)]) == ""
+    assert why_not([("", 2, 2 * half), ("", 3, 2 * half + 1)]) == refused
+    assert why_not([("", 1, 1), ("__1_0.distcp: is damaged", 0, 0)]) == "__1_0.distcp: is damaged"
+    assert "ask each other for at most" in why_not([("", EXTENTS_MAX, 1), ("", 1, 1)])

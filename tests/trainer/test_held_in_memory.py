@@ -100,7 +100,7 @@ def test_after_a_killed_rank_it_goes_on_from_the_snapshot_with_the_same_losses(
     said = resume(tmp_path, memory, nodes=nodes)
     assert re.search(rf"\bresumed step={step} directory={memory}", said), said
     assert "step_brought" not in said, "each rank reads what its node has"
-    assert "snapshot_copied" not in said
+    assert "snapshot_not_loaded" not in said
     assert losses(run) == undisturbed
     saved = [each.step for each in steps.list_steps(run / "checkpoints")]
     assert step not in saved
@@ -226,7 +226,7 @@ def test_a_copy_that_is_damaged_is_not_taken_and_the_snapshot_before_it_counts(
     copy.chmod(0o600)
     copy.write_bytes(data)
     said = resume(tmp_path, memory, nodes=2, **peers)
-    assert re.search(rf"snapshot_sent step={step} nodes=1 why_not=.*__1_0.distcp", said), said
+    assert re.search(rf"snapshot_not_sent step={step} nodes=1 why=.*__1_0.distcp", said), said
     assert f"local_step_incomplete step={step}" in said
     assert f"resumed step={step - EVERY}" in said
     assert losses(tmp_path / "run") == undisturbed

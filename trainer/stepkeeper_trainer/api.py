@@ -273,7 +273,7 @@ class CheckpointManager:
         saver = self._wire(resumed)
         if resumed.step:  # the state is complete; else the optimizer makes its part in the first step
             saver.prepare(tensors)
-        self._reporter.resumed(resumed.step, memory=place_in_memory(self._tiering))
+        self._reporter.resumed(resumed.step, saved=resumed.is_saved, memory=place_in_memory(self._tiering))
         self._skipping = Skipping(self._state.sampler, self._environment.skip_data, self.step)
         self._periodic.start(self.step, saved=resumed.is_saved)
         self._agreement.issue(self._proposal())
@@ -552,6 +552,8 @@ class CheckpointManager:
             rank=self.rank,
             link=self._link,
         )
+        if not resumed.is_saved:  # a notice in the first step finds it nowhere else
+            self._last_step.mark()
         self._between.gate.leave()
 
     def _before_optimizer_step(self, *_: object) -> None:

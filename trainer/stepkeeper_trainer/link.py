@@ -197,9 +197,12 @@ class Reporter:
         self._said_at = self._stepped_at = time.monotonic()
         self.resumed(None)
 
-    def resumed(self, step: int | None, *, memory: str = "") -> None:
-        """Say where training goes on, and where this node holds snapshots; the first step counts from here."""
-        self._memory = memory
+    def resumed(self, step: int | None, *, saved: bool = True, memory: str = "") -> None:
+        """Say where training goes on, and where this node holds snapshots; the first step counts from here.
+
+        `saved`: a step directory has that step.
+        """
+        self._memory, self._in_memory = memory, not saved
         self._stepped_at = time.monotonic()
         if self._straggler_probe is not None:
             self._straggler_probe.restart()
@@ -216,6 +219,7 @@ class Reporter:
             pid=os.getpid(),
             version=__version__,
             resumed_step=step,
+            in_memory=self._in_memory,
             total_steps=self._total_steps,
             framework=self._framework,
             memory=self._memory,

@@ -389,6 +389,7 @@ class RankHello(OfRanks, frozen=True, kw_only=True, tag="rank_hello"):
     rank: int
     node: str
     resumed_step: int | None = None  # the step it resumes from; None: it has loaded nothing, or not yet
+    in_memory: bool = False  # the nodes alone hold that step, as a snapshot
     total_steps: int | None = None  # the last step of the training; None: the script does not say it
     framework: str = ""  # framework, with version, whose checkpoints it saves; empty: the library's own
     unable: str = ""  # why it cannot save on request; empty: it can

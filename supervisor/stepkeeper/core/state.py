@@ -334,6 +334,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     bus_restarted: bool = False  # messages of its ranks may be lost
     slurm_sent: str = ""  # the newest signal that Slurm sent to the Slurm steps: ranks without a wrapper have it
     step: int | None = None  # the last one completed, as far as reported
+    snapshot: int | None = None  # the step that it resumed from, where no step directory has it
     saving: str | None = None  # save_id in flight
     hints: tuple[tuple[str, str], ...] = ()  # (node, fault): faults that do not make a job leave
     paced: bool = False  # it was compared with those before

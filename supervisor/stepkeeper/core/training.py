@@ -62,6 +62,8 @@ def on_rank_hello(state: State, event: on.RankHello, policy: Policy) -> Decision
     if event.resumed_step is not None and event.resumed_step != state.resume.step:
         why = (because.ResumedElsewhere(step=event.resumed_step, chosen=state.resume.step),)
         state = replace(state, resume=replace(state.resume, step=event.resumed_step))
+        if event.in_memory:
+            state = replace(state, launch=replace(state.launch, snapshot=event.resumed_step))
     elif state.launch.library_seen:
         return Decision(state)
     starts = not (state.launch.library_seen or state.launch.library_withdrawn)

@@ -305,6 +305,7 @@ class HistoryBuilder:
                 launch.library_seen = launch.all_tasks_started = True
                 if event.resumed_step not in (None, launch.resumed_step):  # a tier had something newer
                     launch.resumed_step, launch.resumed_from = event.resumed_step or 0, ""
+                    launch.in_memory = event.in_memory
             case on.Progressed():
                 rows = self._seen.progress.setdefault(key, Rows())
                 rows.add(event.at, event.step, math.inf if event.not_finite else event.loss, event.tokens)

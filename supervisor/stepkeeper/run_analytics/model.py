@@ -130,6 +130,7 @@ class Launch(msgspec.Struct, kw_only=True):
     ended: int | None = None  # the end of its Slurm step
     nodes: tuple[str, ...] = ()
     resumed_step: int = 0  # 0: from the beginning
+    in_memory: bool = False  # that step was a snapshot, and no checkpoint
     resumed_from: str = ""
     all_tasks_started: bool = False  # every task started
     library_seen: bool = False  # a rank with the trainer library sent a message

@@ -195,7 +195,8 @@ def _durable(attempts: Sequence[Attempt]) -> int:
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
             committed = [save.step for save in launch.saves if save.directory]
-            return committed[-1] if committed else launch.resumed_step
+            if committed or not launch.in_memory:
+                return committed[-1] if committed else launch.resumed_step
     return 0
 
 

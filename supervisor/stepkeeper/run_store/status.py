@@ -109,8 +109,10 @@ def changes(status: Status, event: on.Event, before: State, state: State) -> dic
     if isinstance(event, on.CheckpointChosen):
         found |= {"resumed_from": event.directory, "checkpoint_step": event.step}
     if isinstance(event, on.RankHello) and state.resume.step != before.resume.step:
-        source = f"step {state.resume.step}, which the ranks brought"
-        found |= {"resumed_from": source, "checkpoint_step": state.resume.step, "step": state.resume.step}
+        where = "held by the nodes in memory" if event.in_memory else "which the ranks brought"
+        kind = "snapshot_step" if event.in_memory else "checkpoint_step"
+        source = f"step {state.resume.step}, {where}"
+        found |= {"resumed_from": source, kind: state.resume.step, "step": state.resume.step}
     return found
 
 

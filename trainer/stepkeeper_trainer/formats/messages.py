@@ -58,6 +58,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     pid: int
     version: str
     resumed_step: int | None = None
+    in_memory: bool = False  # the nodes alone hold that step, as a snapshot
     total_steps: int | None = None  # when the work is done, where the script says it
     framework: str = ""  # whose checkpoints it saves, with its version; empty: our own
     memory: str = ""  # where its node holds snapshots of the run; the watcher removes them when the run leaves the node

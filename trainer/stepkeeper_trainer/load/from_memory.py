@@ -27,26 +27,32 @@ if TYPE_CHECKING:
     from stepkeeper_trainer.load.worker import Limits
 
 SENT_BYTES_MAX = 64 * 1024**2
-"""Of a step: rank 0 holds it three times for a moment, and each rank once."""
+"""Of a step, by all ranks together: each rank holds it once, and a few times for a moment."""
+EXTENTS_MAX = 2_000_000
+"""That all ranks together may ask for: rank 0 hears them all, at 200 bytes each."""
+ROUND_BYTES = 1024**2
+"""That a rank sends at once: who collects it from 32 ranks has room for the longest from each."""
 Extent = tuple[str, int, int]  # file, first byte, length
 
 
 class MemoryReader(CheckedReader):
-    """A snapshot: this node's files, and what other ranks send.  All ranks call each method together."""
+    """A snapshot: this node's files, and what other ranks send.  All ranks call `open` and `fill` together."""
 
-    def __init__(self, directory: Path, manifest: Manifest, contents: Contents, group: Group | None) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, here: frozenset[str], contents: Contents, group: Group | None
+    ) -> None:
         """See `open`."""
         super().__init__(directory, manifest, contents)
-        self._group = group
-        self._here = {name for name in manifest.files if (directory / name).exists()}
+        self._here, self._group = here, group
 
     @staticmethod
-    def open(directory: Path, manifest: Manifest, group: Group | None) -> MemoryReader:
+    def open(directory: Path, manifest: Manifest, here: frozenset[str], group: Group | None) -> MemoryReader:
         """Read on rank 0 what the snapshot holds, and tell all ranks.
 
         Args:
-            directory: the snapshot on this node; each rank finds there the files that it wrote.
+            directory: the snapshot on this node.
             manifest: of the snapshot.
+            here: the files that this node has; those that a rank wrote are on its node.
             group: of all ranks, which are as many as wrote it; None for one alone.
 
         Raises:
@@ -62,7 +68,7 @@ class MemoryReader(CheckedReader):
             found = group.broadcast(found)
         if isinstance(found, str):
             raise DamagedError(found)
-        return MemoryReader(directory, manifest, parse_contents(found, directory), group)
+        return MemoryReader(directory, manifest, here, parse_contents(found, directory), group)
 
     def fill(self, tensors: dict[str, torch.Tensor], *, limits: Limits | None = None, turn: float = 0.0) -> int:
         """Fill `tensors` in place; return how many bytes were read here.
@@ -92,36 +98,69 @@ class MemoryReader(CheckedReader):
             if problem:
                 raise DamagedError(problem)
             return {}
-        told = group.gather((problem, sorted(needed)))
-        agreed: str | list[Extent] = group.broadcast(agree(told) if told is not None else None)
+        size = sum(length for _, _, length in needed)
+        counts = group.all_gather((problem, len(needed), size))
+        problem = why_not(counts)
+        if problem:
+            raise DamagedError(problem)
+        if not any(count for _, count, _ in counts):
+            return {}
+        told = group.gather(sorted(needed))
+        agreed: list[Extent] | str = group.broadcast(agree(told) if told is not None else None)
         if isinstance(agreed, str):
             raise DamagedError(agreed)
-        own: dict[Extent, bytes] = {}
+        return self._send(agreed, group)
+
+    def _send(self, agreed: list[Extent], group: Group) -> dict[Extent, bytes]:
+        """Send what this rank wrote of some ranges, and return all of them, on all ranks.  Raises DamagedError."""
+        problem, own = "", b""
         try:
             with StepBytes(self._directory, self._manifest) as source:
-                own = {extent: source.read(*extent) for extent in agreed if writer_of(extent[0]) == group.rank}
+                own = b"".join(source.read(*extent) for extent in agreed if writer_of(extent[0]) == group.rank)
         except (StoredError, OSError) as error:
             problem = str(error)
-        if not agreed:
-            return own
-        everyone: list[tuple[str, dict[Extent, bytes]]] = group.all_gather((problem, own))
-        if problems := [each for each, _ in everyone if each]:
+        if problems := [each for each in group.all_gather(problem) if each]:
             raise DamagedError(problems[0])
-        return {extent: data for _, parts in everyone for extent, data in parts.items()}
+        sizes: dict[int, int] = {}
+        for file, _, length in agreed:
+            sizes[writer_of(file)] = sizes.get(writer_of(file), 0) + length
+        sent: list[list[bytes]] = [[] for _ in range(group.size)]
+        for begin in range(0, max(sizes.values()), ROUND_BYTES):
+            for rank, piece in enumerate(group.all_gather(own[begin : begin + ROUND_BYTES])):
+                sent[rank].append(piece)
+        streams = [b"".join(pieces) for pieces in sent]
+        at = [0] * group.size
+        found = {}
+        for extent in agreed:
+            rank, length = writer_of(extent[0]), extent[2]
+            found[extent] = streams[rank][at[rank] : at[rank] + length]
+            at[rank] += length
+        return found
 
 
-def agree(told: Sequence[tuple[str, list[Extent]]]) -> str | list[Extent]:
-    """Return what is to be sent, or why the snapshot cannot be loaded from memory (rank 0).
+def why_not(counts: Sequence[tuple[str, int, int]]) -> str:
+    """Say why the snapshot cannot be loaded from memory; nothing where it can.
 
-    `told` is of each rank: its problem, and what it needs of other nodes' files.
+    `counts` are of each rank: its problem, how many ranges it needs of other nodes' files, and their bytes.
     """
-    if problems := [problem for problem, _ in told if problem]:
+    if problems := [problem for problem, _, _ in counts if problem]:
         return problems[0]
-    wanted = sorted({extent for _, needed in told for extent in needed})
+    if (most := max(size for _, _, size in counts)) > SENT_BYTES_MAX:
+        return _too_much(most)
+    if (ranges := sum(count for _, count, _ in counts)) > EXTENTS_MAX:
+        return f"ranks need {ranges:,} pieces of other nodes' files, and ask each other for at most {EXTENTS_MAX:,}"
+    return ""
+
+
+def agree(told: Sequence[Sequence[Extent]]) -> list[Extent] | str:
+    """Return what is to be sent of what ranks need of other nodes' files, or why that is too much (rank 0)."""
+    wanted = sorted({extent for needed in told for extent in needed})
     size = sum(length for _, _, length in wanted)
-    if size > SENT_BYTES_MAX:
-        return (
-            f"ranks need {size / 1024**2:,.0f} MiB of other nodes' files, "
-            f"and send each other at most {SENT_BYTES_MAX // 1024**2} MiB"
-        )
-    return wanted
+    return wanted if size <= SENT_BYTES_MAX else _too_much(size)
+
+
+def _too_much(size: int) -> str:
+    return (
+        f"ranks need {size / 1024**2:,.0f} MiB of other nodes' files, "
+        f"and send each other at most {SENT_BYTES_MAX // 1024**2} MiB"
+    )

@@ -75,10 +75,15 @@ def resume(
         ResumeError: it is not there, or does not fit.
         DamagedError: its bytes are not what its manifest says.
     """
-    search = None
-    if tiering is not None:
-        search = partial(_newer_in_tiers, tiering, partial(_load_snapshot, state, agreement, limits))
+    memory = _FromMemory(state, agreement, limits)
+    search = partial(_newer_in_tiers, tiering, memory.load) if tiering is not None else None
     own, foreign = _find(Wanted.of(resume_from, commits), commits, state, agreement, search)
+    if own is None and memory.failed and tiering is not None:
+        tiering.forget_snapshots()
+        raise DamagedError(
+            f"{memory.failed}; parts of that snapshot are in the model already, and no step directory is whole: the "
+            "snapshot is removed, start the training again"
+        )
     if isinstance(own, Loaded):
         return _continue(own, commits, state, world_size)
     if own is None and foreign is None:
@@ -190,18 +195,25 @@ def _find(
     return own, wanted.foreign if own is None else None
 
 
-def _load_snapshot(
-    state: TrainingState, agreement: Agreement, limits: Limits | None, directory: Path, manifest: Manifest
-) -> bool:
-    """Load a snapshot from the nodes' memory; false on all ranks where it has to be brought to shared storage."""
-    try:
-        reader = MemoryReader.open(directory, manifest, agreement.idle_group)
-        _load(reader, directory, state, agreement, limits)
-    except DamagedError as error:
-        if state.rank == 0:
-            say("snapshot_copied", step=manifest.step, to="shared storage", why=error)
-        return False
-    return True
+class _FromMemory:
+    """Loads snapshots from the nodes' memory, on all ranks together."""
+
+    def __init__(self, state: TrainingState, agreement: Agreement, limits: Limits | None) -> None:
+        self._state, self._agreement, self._limits = state, agreement, limits
+        self.failed = ""  # why one was not loaded, or in part only: something else has to be loaded over it
+
+    def load(self, directory: Path, manifest: Manifest, here: frozenset[str]) -> bool:
+        """Load one; false on all ranks where that fails."""
+        try:
+            reader = MemoryReader.open(directory, manifest, here, self._agreement.idle_group)
+            _load(reader, directory, self._state, self._agreement, self._limits)
+        except DamagedError as error:
+            if self._state.rank == 0:
+                say("snapshot_not_loaded", step=manifest.step, why=error, instead="it is copied to shared storage")
+            self.failed = str(error)
+            return False
+        self.failed = ""
+        return True
 
 
 def _load(

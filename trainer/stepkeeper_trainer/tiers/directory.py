@@ -467,14 +467,15 @@ class LocalTier:
     def receive(self, held: Held, name: str, entry: FileEntry, chunks: Iterator[bytes]) -> None:
         """Keep a file of another node's beside our own.
 
-        It comes into a directory of its own until the step is committed here, and never replaces a file.
+        It comes into a directory of its own until the step is committed here, and never replaces a whole file.
         Raises OSError, or what `chunks` does.
         """
         found = self.find(held)
         if found is None:
             raise OSError(errno.ENOENT, "the step is not committed on this node", str(self.checkpoints))
         path = self.checkpoints / found / name
-        if not os.path.lexists(path):
+        if file_size(path) != entry.bytes:  # a part of one is of no use
+            path.unlink(missing_ok=True)
             write_file(path, entry, 0, chunks)
             fsync_directory(path.parent)
 

@@ -89,16 +89,15 @@ class Memory(LocalTier):
         self.open()
         return super().begin(step, save_id, size)
 
-    def adopt(self, held: Held, size: int = 0) -> None:
-        """Make a snapshot of which other nodes will send `size` bytes.
+    def require_room(self, size: int) -> None:
+        """Refuse where `size` bytes do not fit beside all that is here.
 
         Raises:
-            TierError, OSError: as `open`, or there is no room.
+            TierError, OSError: as `open`, or they do not.
         """
         self.open()
-        if (why := self.why_no_room(size, None)) is not None:
+        if (why := self._why_no_room(int(size * ROOM_FACTOR))) is not None:
             raise TierError(why)
-        super().adopt(held)
 
     def missing(self, held: Held, ranks: tuple[int, ...]) -> list[str]:
         """Return the files of these ranks that a snapshot in flight does not have in full here."""
@@ -149,7 +148,9 @@ class Memory(LocalTier):
 
     def why_no_room(self, size: int, directory: str | None) -> str | None:
         """Say why `size` bytes do not fit beside the snapshot in `directory`; None where they do.  Raises OSError."""
-        wanted = int(size * ROOM_FACTOR) - self.bytes_beside(directory)
+        return self._why_no_room(int(size * ROOM_FACTOR) - self.bytes_beside(directory))
+
+    def _why_no_room(self, wanted: int) -> str | None:
         status = os.statvfs(self.checkpoints)
         unit = status.f_frsize
         for where, free, whole in (

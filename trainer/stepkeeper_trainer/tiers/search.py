@@ -11,6 +11,7 @@ has it.  The cold tier is asked only where the newest commit of the lineage is n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -70,8 +71,8 @@ class Newer:
     loaded: bool = False  # where the nodes hold it, and shared storage does not have it
 
 
-Load = Callable[[Path, Manifest], bool]
-"""Loads a snapshot from this node's directory, on all ranks together; false on all where it has to be brought."""
+Load = Callable[[Path, Manifest, frozenset[str]], bool]
+"""Loads a snapshot from this node's directory, which has these files, on all ranks together; false where it failed."""
 Listen = Callable[[LocalTier], Keeping]
 """Has this node take in files of a step.  Raises TierError or OSError."""
 Parts = dict[int, set[str]]
@@ -141,29 +142,22 @@ class Gatherer:
 
         `chosen` is what shared storage has; the same on all ranks.
         """
-        found = None
-        for tier in self._nodes:
-            if (newer := self._from_nodes(tier, chosen)) is not None:
-                found, chosen = newer, newer.manifest
-        if found is None and self._cold is not None:
-            found = self._from_cold(chosen)
-        return found
-
-    # --- the nodes' disks ------------------------------------------------------------------------------
-
-    def _from_nodes(self, tier: LocalTier, chosen: Manifest | None) -> Newer | None:
-        held = self._held_here(tier)
-        offers = [_offer(each.manifest) for each in held] if self._place.leads else []
-        told = {offer.save_id: offer for node in self._together.gather(offers) for offer in node}
-        wanted, follow = self._together.share(self._wanted(told, chosen) if self._place.rank == 0 else None)
-        mine = {each.manifest.save_id: each for each in held}
-        for save_id in wanted:
-            step, parts = self._parts(tier, save_id, mine.get(save_id))
+        held = [self._held_here(tier) for tier in self._nodes]
+        own = [(at, _offer(each.manifest)) for at, of_tier in enumerate(held) for each in of_tier]
+        told = self._together.gather(own if self._place.leads else [])
+        offers = {(at, offer.save_id): offer for node in told for at, offer in node}
+        wanted, follow = self._together.share(self._wanted(offers, chosen) if self._place.rank == 0 else None)
+        for at, save_id in wanted:
+            tier = self._nodes[at]
+            mine = next((each for each in held[at] if each.manifest.save_id == save_id), None)
+            step, parts = self._parts(tier, save_id, mine)
             found = self._load_here(tier, step, parts) if follow and isinstance(tier, Memory) else None
             found = found or self._bring(tier, step, parts)
             if found is not None:
                 return found
-        return None
+        return self._from_cold(chosen) if self._cold is not None else None
+
+    # --- what the nodes have ---------------------------------------------------------------------------
 
     def _parts(self, tier: LocalTier, save_id: str, mine: Held | None) -> tuple[Held, Parts]:
         """Return a step, as this node holds it if it does, and which files are on the nodes' disks or in memory."""
@@ -180,12 +174,15 @@ class Gatherer:
         lacking = self._lacking(held, parts)
         if lacking and not self._send_parts(memory, held, lacking):
             return None
-        name = memory.find(held)
-        if not all(self._together.gather(name is not None)):  # somebody has removed it meanwhile
+        name, here = memory.find(held), frozenset[str]()
+        with suppress(OSError):
+            here = frozenset(memory.files(held) if name is not None else ())
+        own = {each for each in held.manifest.files if writer_of(each) == self._place.rank}
+        if not all(self._together.gather(name is not None and own <= here)):  # somebody has removed it meanwhile
             return None
         assert name is not None, "each rank has said so"
         directory = memory.checkpoints / name
-        return Newer(directory, held.manifest, loaded=True) if self._load(directory, held.manifest) else None
+        return Newer(directory, held.manifest, loaded=True) if self._load(directory, held.manifest, here) else None
 
     def _lacking(self, held: Held, parts: Parts) -> dict[tuple[int, ...], int | None]:
         """Return the nodes that lack files which their ranks wrote, each with a first rank of a node that has them."""
@@ -207,7 +204,7 @@ class Gatherer:
         try:
             if place.leads and place.node in lacking:
                 keeping = self._take_in(memory, held)
-        except (TierError, OSError) as error:
+        except (TierError, OSError, RuntimeError) as error:  # no more threads for this user now
             problem = str(error)
         try:
             told = self._together.gather((keeping.address if keeping is not None else None, problem))
@@ -219,16 +216,20 @@ class Gatherer:
         finally:
             if keeping is not None:
                 keeping.close()
-        if place.rank == 0:
-            say("snapshot_sent", step=held.manifest.step, nodes=len(lacking), why_not="; ".join(problems[:1]))
+        if place.rank == 0 and problems:
+            warn("snapshot_not_sent", step=held.manifest.step, nodes=len(lacking), why=problems[0])
+        elif place.rank == 0:
+            say("snapshot_sent", step=held.manifest.step, nodes=len(lacking))
         return not problems
 
     def _take_in(self, memory: Memory, held: Held) -> Keeping:
         """Have this node take in what its ranks wrote.  Raises TierError or OSError."""
         assert self._listen is not None
+        here = memory.files(held) if memory.find(held) is not None else ()
+        own = {name: entry for name, entry in held.manifest.files.items() if writer_of(name) in self._place.node}
+        memory.require_room(sum(entry.bytes for name, entry in own.items() if name not in here))
         if memory.find(held) is None:
-            files = held.manifest.files.items()
-            memory.adopt(held, sum(entry.bytes for name, entry in files if writer_of(name) in self._place.node))
+            memory.adopt(held)
         return self._listen(memory)
 
     def _send(self, memory: Memory, held: Held, to: Mapping[Address, tuple[int, ...]]) -> str:
@@ -247,17 +248,22 @@ class Gatherer:
             warn("local_tier_failed", rank=self._place.rank, why=error)
             return []
 
-    def _wanted(self, offers: dict[str, _Offer], chosen: Manifest | None) -> tuple[list[str], bool]:
-        """Return which steps to try, newest first, and whether they follow `chosen`: a commit could too (rank 0)."""
+    def _wanted(
+        self, offers: Mapping[tuple[int, str], _Offer], chosen: Manifest | None
+    ) -> tuple[list[tuple[int, str]], bool]:
+        """Return which steps of which tier to try, newest first, and whether `chosen` is the newest commit (rank 0).
+
+        A snapshot that does not follow the newest commit is brought, which records what the run goes back to.
+        """
         lineage = lineages.read(self._shared.checkpoints)
         head = lineage.head if lineage is not None and lineage.has_steps else None
         able = [
-            offer
-            for offer in offers.values()
+            (offer.step, offer.created_at, key)
+            for key, offer in offers.items()
             if (chosen is None or offer.step > chosen.step) and counts(_manifest(offer), lineage)
         ]
-        newest_first = sorted(able, key=lambda each: (each.step, each.created_at), reverse=True)
-        return [offer.save_id for offer in newest_first], head == (chosen.save_id if chosen is not None else None)
+        newest_first = [key for _, _, key in sorted(able, reverse=True)]
+        return newest_first, head == (chosen.save_id if chosen is not None else None)
 
     def _bring(self, tier: LocalTier, held: Held, parts: Parts) -> Newer | None:
         """Have all nodes copy their parts of a step; None where they do not make a whole one."""

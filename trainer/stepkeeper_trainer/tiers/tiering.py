@@ -115,6 +115,11 @@ class Tiering:
             parts.shared.clear(lambda _save_id: False)
         return newer
 
+    def forget_snapshots(self) -> None:
+        """Remove what this node holds in memory: it cannot be used."""
+        if self._memory is not None and self._parts.place.leads:
+            self._memory.keep_only(None)
+
     def start(self, resumed: Path | None, manifest: Manifest | None) -> None:
         """Begin to copy: from now on, and what the cold tier lacks of the step that was resumed from."""
         parts = self._parts
@@ -125,6 +130,10 @@ class Tiering:
             if parts.place.leads:
                 self._memory.keep_only(whole)
             peers = self._start_peers(self._memory)
+            if peers is not None and whole is not None and manifest is not None:  # a lost node had the copy of it
+                held = self._memory.committed(manifest.step, manifest.save_id)
+                if held is not None:
+                    peers.offer(held)
             self.snapshots = Snapshots(self._memory, ranks=parts.place.node, rank=rank, peers=peers, whole=whole)
         if parts.local is not None:
             peers = self._start_peers(parts.local)

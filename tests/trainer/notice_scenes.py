@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from stepkeeper_trainer import CheckpointManager, GlobalSampler
 from stepkeeper_trainer.coordinate import between
 from stepkeeper_trainer.formats.steps import list_steps
+from stepkeeper_trainer.tiers.tier import Tiers
 from tests.trainer.any_state import leaves
 
 PAUSE_MAX_S = 60.0  # of the main thread, unless the step was saved before
@@ -112,14 +113,43 @@ def _stand(seconds: float) -> int:
     return 9
 
 
-def _until_saved(directory: Path) -> int:
-    """Do not come to the end of the step; 9 as soon as it is saved."""
+def _until_saved(directory: Path, saved: int = STEPS) -> int:
+    """Do not come to the end of the step; 9 as soon as the last one is saved."""
     limit_at = time.monotonic() + PAUSE_MAX_S
     while time.monotonic() < limit_at:
-        if any(step.step == STEPS for step in list_steps(directory / "checkpoints")):
+        if any(step.step == saved for step in list_steps(directory / "checkpoints")):
             return 9
         time.sleep(0.05)
     return 1
+
+
+def from_memory(rank: int, directory: Path, *, memory: str, resume: bool) -> int:
+    """Take a snapshot and leave; resume from it, and be told to stop in the first step, which has no end."""
+    between.PATIENCE_S = 0.2
+    training = Training()
+    manager = CheckpointManager(
+        training.state,
+        every=1000,
+        run_dir=directory,
+        total_steps=100,
+        storage_test="off",
+        tiers=Tiers(snapshot_every="1 steps", snapshot_directory=memory),
+        resume_from="latest" if resume else None,
+        attach_signals=True,
+    )
+    manager.resume()
+    if resume:
+        print(f"[{rank}] in memory {manager.step}", flush=True)
+        _told()
+        return _until_saved(directory, manager.step)
+    taken = torch.zeros(1)
+    while not taken and manager.step < 50:
+        manager.step_done(loss=training.step())
+        print(f"[{rank}] done {manager.step} {training.fingerprint()}", flush=True)
+        time.sleep(0.1)
+        taken = torch.tensor([float(bool(list(Path(memory).glob("*/run.*/checkpoints/step_*"))))])
+        dist.broadcast(taken, 0)
+    return 9
 
 
 def evaluation(_rank: int, directory: Path, training: Training, _manager: CheckpointManager) -> int:

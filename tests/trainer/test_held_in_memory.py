@@ -116,6 +116,26 @@ def parents(run: Path) -> list[int | None]:
     return [of.get(each.manifest.parent or "") for each in found if each.manifest is not None][:-1]
 
 
+@pytest.mark.campaign
+def test_what_was_loaded_in_part_is_never_trained_on(tmp_path: Path, memory: Path) -> None:
+    """A snapshot of several chunks is damaged, and no step directory is there to be loaded over it."""
+    run, model = tmp_path / "run", ("--layers=3", "--width=384")
+    undisturbed = finish(WORLD, tmp_path / "undisturbed", *model, steps=2)
+    of_rank = settings(memory, nodes=1)
+    with Ranks(WORLD, run, SLOW_STEPS, *model, every=1000, of_rank=of_rank) as ranks:
+        ranks.until(lambda: max(held(ranks), default=0) >= 3)
+        kill(ranks)
+    for file in memory.glob("stepkeeper-*/run.*/checkpoints/step_*/__1_0.distcp"):
+        data = bytearray(file.read_bytes())
+        data[12_000_000] ^= 1
+        file.write_bytes(data)
+    with Ranks(WORLD, run, LATEST, *model, every=1000, of_rank=of_rank) as ranks:
+        assert 0 not in ranks.wait(), ranks.output()
+        assert "the snapshot is removed, start the training again" in ranks.output()
+    again = finish(WORLD, run, LATEST, *model, steps=2, every=1000, of_rank=of_rank)
+    assert {step: again[step] for step in undisturbed} == undisturbed
+
+
 def test_killed_again_before_the_next_snapshot_the_same_one_counts(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +61,23 @@ def test_a_state_that_the_next_step_has_begun_to_change_waits_for_its_end(stage:
     assert "saved while changed: False" in ended.said
     assert "notice_waits step=3" in ended.said
     check_resume(stage, tmp_path / "run", ended, ranks=2)
+
+
+@needs_fsdp
+def test_a_snapshot_that_was_resumed_from_is_saved_before_a_first_step_has_ended(stage: Stage, tmp_path: Path) -> None:
+    """The nodes alone have it, in memory, and that ends with the job."""
+    memory = tempfile.mkdtemp(dir="/dev/shm")
+    try:
+        scene = "tests.trainer.notice_scenes:from_memory"
+        begun = stage.play(scene, tmp_path / "run", ranks=2, memory=memory, resume=False)
+        assert not list_steps(tmp_path / "run/checkpoints"), begun.said
+        ended = stage.play(scene, tmp_path / "run", ranks=2, memory=memory, resume=True)
+    finally:
+        shutil.rmtree(memory)
+    [step] = {int(each) for each in re.findall(r"in memory (\d+)", ended.said)}
+    assert step > 0, ended.said
+    assert f"save_between_steps step={step}" in ended.said, ended.said
+    check_resume(stage, tmp_path / "run", begun, ranks=2)
 
 
 def test_where_no_step_is_done_there_is_nothing_to_save(stage: Stage, tmp_path: Path) -> None:

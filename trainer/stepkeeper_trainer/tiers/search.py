@@ -174,15 +174,15 @@ class Gatherer:
         lacking = self._lacking(held, parts)
         if lacking and not self._send_parts(memory, held, lacking):
             return None
-        name, here = memory.find(held), frozenset[str]()
+        mine, here = memory.committed(held.manifest.step, held.manifest.save_id), frozenset[str]()
         with suppress(OSError):
-            here = frozenset(memory.files(held) if name is not None else ())
-        own = {each for each in held.manifest.files if writer_of(each) == self._place.rank}
-        if not all(self._together.gather(name is not None and own <= here)):  # somebody has removed it meanwhile
+            here = frozenset(memory.files(mine) if mine is not None else ())
+        own = {name for name in held.manifest.files if writer_of(name) == self._place.rank}
+        if not all(self._together.gather(mine is not None and own <= here)):  # somebody has removed it meanwhile
             return None
-        assert name is not None, "each rank has said so"
-        directory = memory.checkpoints / name
-        return Newer(directory, held.manifest, loaded=True) if self._load(directory, held.manifest, here) else None
+        assert mine is not None, "each rank has said so"
+        directory = memory.checkpoints / mine.directory
+        return Newer(directory, mine.manifest, loaded=True) if self._load(directory, mine.manifest, here) else None
 
     def _lacking(self, held: Held, parts: Parts) -> dict[tuple[int, ...], int | None]:
         """Return the nodes that lack files which their ranks wrote, each with a first rank of a node that has them."""
@@ -225,10 +225,11 @@ class Gatherer:
     def _take_in(self, memory: Memory, held: Held) -> Keeping:
         """Have this node take in what its ranks wrote.  Raises TierError or OSError."""
         assert self._listen is not None
-        here = memory.files(held) if memory.find(held) is not None else ()
+        mine = memory.committed(held.manifest.step, held.manifest.save_id)
+        here = memory.files(mine) if mine is not None else ()
         own = {name: entry for name, entry in held.manifest.files.items() if writer_of(name) in self._place.node}
         memory.require_room(sum(entry.bytes for name, entry in own.items() if name not in here))
-        if memory.find(held) is None:
+        if mine is None:
             memory.adopt(held)
         return self._listen(memory)
 

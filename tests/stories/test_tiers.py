@@ -96,7 +96,10 @@ def test_a_killed_rank_costs_one_interval_of_snapshots_and_memory_is_given_back(
     [resumed] = [each.step for each in reasons if isinstance(each, because.ResumedElsewhere)]
     assert resumed == 16, training.story()
     assert done - resumed <= INTERVAL, training.story()
-    assert "the nodes' memory" in said(training, "step_brought")[0], training.story()
+    assert not said(training, "step_brought"), "no byte of it goes through shared storage"
+    hellos = [record.event for record in training.events(on.RankHello)]
+    assert [each.resumed_step for each in hellos if each.in_memory] == [16], training.story()
+    assert 17 in training.committed(), "what only memory had is saved with the next step"
     assert_complete(training, reference)
     owner = pwd.getpwnam(training.user).pw_uid
     left = list(Path(f"/dev/shm/stepkeeper-{owner}").glob(f"{training.name}.*"))

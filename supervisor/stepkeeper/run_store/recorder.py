@@ -150,6 +150,7 @@ KEYS = {
     "bus_restarted_in_launch": ("launch", "bus_restarted"),
     "slurm_sent": ("launch", "slurm_sent"),
     "step": ("launch", "step"),
+    "snapshot": ("launch", "snapshot"),
     "saving": ("launch", "saving"),
     "hints": ("launch", "hints"),
     "first_failure": ("launch", "first_failure"),

@@ -116,14 +116,14 @@ OLDEST = "test-torch-oldest TORCH_OLDEST_WITHIN_S=30"
 @pytest.mark.parametrize(
     ("fails", "late", "code", "made"),
     [
-        ("", "", 0, ["test", "campaign-and-newest PART=3/6"]),
-        ("test", "", 0, ["test", SECOND, "campaign-and-newest PART=3/6"]),
-        ("campaign-and-newest PART=3/6", "", 0, ["test", "campaign-and-newest PART=3/6", SECOND]),
-        (SECOND, "", 0, ["test", "campaign-and-newest PART=3/6"]),
+        ("", "", 0, ["test", "campaign-and-newest PART=3/10"]),
+        ("test", "", 0, ["test", SECOND, "campaign-and-newest PART=3/10"]),
+        ("campaign-and-newest PART=3/10", "", 0, ["test", "campaign-and-newest PART=3/10", SECOND]),
+        (SECOND, "", 0, ["test", "campaign-and-newest PART=3/10"]),
         ("demo", "", 2, []),
         ("", "test", 124, ["test"]),
-        ("coverage-core", "", 1, ["test", "campaign-and-newest PART=3/6"]),
-        ("docs", "", 1, ["test", "campaign-and-newest PART=3/6"]),
+        ("coverage-core", "", 1, ["test", "campaign-and-newest PART=3/10"]),
+        ("docs", "", 1, ["test", "campaign-and-newest PART=3/10"]),
         ("newest-slurm", "", 2, ["test"]),
     ],
 )
@@ -136,11 +136,11 @@ def test_a_run_plays_its_parts_and_looks_twice_at_what_failed_only(
 @pytest.mark.parametrize(
     ("commits", "fails", "made"),
     [
-        (5, "", ["campaign-and-newest PART=6/6", OLDEST]),
-        (12, "", ["campaign-and-newest PART=6/6"]),
-        (6, "", ["test-frameworks", PACKAGES]),
-        (6, "test-frameworks", ["test-frameworks", SECOND, PACKAGES]),
-        (7, "", ["campaign-and-newest PART=1/6"]),
+        (5, "", ["campaign-and-newest PART=6/10", OLDEST]),
+        (12, "", ["campaign-and-newest PART=2/10"]),
+        (21, "", ["test-frameworks", PACKAGES]),
+        (21, "test-frameworks", ["test-frameworks", SECOND, PACKAGES]),
+        (11, "", ["campaign-and-newest PART=1/10"]),
     ],
 )
 def test_runs_take_turns_with_the_campaign_and_the_frameworks(

@@ -67,7 +67,7 @@ def main(what: str, directory: Path) -> int:
             own = directory / f"n{dist.get_rank()}"
             manifest = read_manifest(own)
             here = frozenset(name for name in manifest.files if (own / name).exists())
-            reader = MemoryReader.open(own, manifest, here, group)
+            reader = MemoryReader.begin(own, manifest, here, group)
         load(reader, found, group)
     except DamagedError as error:
         print(f"damaged: {error}", flush=True)

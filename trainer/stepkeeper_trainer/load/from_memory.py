@@ -36,17 +36,17 @@ Extent = tuple[str, int, int]  # file, first byte, length
 
 
 class MemoryReader(CheckedReader):
-    """A snapshot: this node's files, and what other ranks send.  All ranks call `open` and `fill` together."""
+    """A snapshot: this node's files, and what other ranks send.  All ranks call `begin` and `fill` together."""
 
     def __init__(
         self, directory: Path, manifest: Manifest, here: frozenset[str], contents: Contents, group: Group | None
     ) -> None:
-        """See `open`."""
+        """See `begin`."""
         super().__init__(directory, manifest, contents)
         self._here, self._group = here, group
 
     @staticmethod
-    def open(directory: Path, manifest: Manifest, here: frozenset[str], group: Group | None) -> MemoryReader:
+    def begin(directory: Path, manifest: Manifest, here: frozenset[str], group: Group | None) -> MemoryReader:
         """Read on rank 0 what the snapshot holds, and tell all ranks.
 
         Args:

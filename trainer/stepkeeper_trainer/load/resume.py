@@ -205,7 +205,7 @@ class _FromMemory:
     def load(self, directory: Path, manifest: Manifest, here: frozenset[str]) -> bool:
         """Load one; false on all ranks where that fails."""
         try:
-            reader = MemoryReader.open(directory, manifest, here, self._agreement.idle_group)
+            reader = MemoryReader.begin(directory, manifest, here, self._agreement.idle_group)
             _load(reader, directory, self._state, self._agreement, self._limits)
         except DamagedError as error:
             if self._state.rank == 0:

@@ -24,7 +24,7 @@ from tests.stories import acts
 from tests.training import Training
 
 SCRIPTS = Path(__file__).parent / "scripts"
-STEPS, SAVES_EVERY, EVALUATES_AT = 33, 5, 18
+STEPS, SAVES_EVERY, EVALUATES_AT = 33, 5, 17
 ACT_S = 120.0
 OTHER_FILE_SYSTEM = "/dev/shm"  # as a node's /tmp is another one than the storage of checkpoints
 _LOOK_S = 0.0005

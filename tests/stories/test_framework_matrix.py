@@ -59,7 +59,8 @@ def test_a_script_goes_on_whatever_befalls_it_and_a_notice_costs_no_step(lab: La
 def killed_until_torn(job: Job, act: Callable[[Job, int], None] = jobs.killed_in_a_save) -> str:
     """Kill a rank in a save; where it was through by then, in the next one.  Return the name of what is left."""
     job.until_started(1)
-    for step in range(4 * jobs.SAVES_EVERY, jobs.STEPS, jobs.SAVES_EVERY):
+    # beyond what a notice in the evaluation saves
+    for step in range(5 * jobs.SAVES_EVERY, jobs.STEPS, jobs.SAVES_EVERY):
         starts = job.starts()
         act(job, step)
         job.until_started(starts + 1)

@@ -300,6 +300,10 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
             return NODE_IS[state].format(node=node)
         case r.NodesReleased(error=error):
             return f"the nodes that were left {f'stay in the job: {error}' if error else 'are given back'}"
+        case r.Suspected(nodes=nodes, rank=None):
+            return f"no message from the watchers of {_all(nodes)}: the next launch is prepared without these nodes"
+        case r.Suspected(nodes=nodes, rank=rank):
+            return f"rank {rank} on {_all(nodes)} does nothing at the first of two looks: the next launch is prepared"
         case r.NodesLost(nodes=nodes, error=error):
             return f"no watcher answers on {_all(nodes)}, so the nodes count as lost{f' ({error})' if error else ''}"
         case r.NodeUnfit(node=node, text=said, again=again):

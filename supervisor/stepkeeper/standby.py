@@ -3,7 +3,8 @@
 The training's own Python runs it, in a Slurm step beside the training, once for each rank.  What Slurm starts is a
 keeper, which imports nothing.  When the supervisor says so it forks a spare; that imports, and waits.  The wrapper of
 the next launch comes over a Unix socket with its command and environment, then with stdin, stdout and stderr: the
-spare becomes the rank, and the keeper reports to the wrapper how it ended.  A wrapper that ends takes its rank along.
+spare becomes the rank once it has imported all, and the keeper reports to the wrapper how it ended.  A wrapper that
+ends takes its rank along.
 The files come last: left in the socket of a keeper that was stopped, they would hold up the end of their Slurm step.
 
 Usage: PYTHON [OPTIONS] standby.py [MODULE...] -- PYTHON [OPTIONS]
@@ -24,6 +25,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -40,16 +42,16 @@ IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch._dynamo",  # which fully_shard and optimizers import when they are first used
-    "torch._inductor",
     "stepkeeper_trainer.api",
 )
+WITH_TIME = ("torch._dynamo", "torch._inductor")  # which fully_shard and optimizers import when they are first used
 GPU_FILES = ("/dev/nvidia", "/dev/kfd")  # open as soon as somebody has asked how many GPUs there are
 _GPU_VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_")  # which counted then
 LEASE_S = 60.0  # without a message of the supervisor for so long, a spare is not wanted any more
 HAND_OVER_WITHIN_S = 5.0
+IMPORTED_WITHIN_S = 60.0  # that a wrapper waits for: a rank that starts now would not be quicker
 SWEEP_WITHIN_S = 5.0
-GO = b"go\n"
+GO, HURRY = b"go\n", b"hurry\n"
 FILES = 3  # stdin, stdout, stderr
 LINE_BYTES_MAX = 4 * 2**20  # a command and an environment
 OOM_SCORE_WAITING = 1000  # when memory runs out, the kernel shall take who only waits
@@ -93,6 +95,13 @@ class Spare:
         self.pid, self.channel, self.ready = pid, channel, False
 
 
+class Waiting:
+    """A wrapper that waits until the spare has imported all."""
+
+    def __init__(self, conn: socket.socket, wanted: bytes) -> None:
+        self.conn, self.wanted, self.until = conn, wanted, time.monotonic() + IMPORTED_WITHIN_S
+
+
 class Keeper:
     """Forks spares, hands them over, watches those that are ranks.  One thread."""
 
@@ -100,6 +109,7 @@ class Keeper:
         self.prefix = prefix
         self.born = dict(os.environ)
         self.spare: Spare | None = None
+        self.waiting: Waiting | None = None
         self.rank = 0  # pid
         self.rank_ended = False
         self.wrapper: socket.socket | None = None
@@ -124,15 +134,18 @@ class Keeper:
         while True:
             self._collect()
             if self.leaving:
-                self._end_spare()
+                self._end_spare("the standby is about to leave")
                 if not self.rank:
                     self._sweep()  # for what a task leaves behind slurmstepd waits a second, and the job with it
                     return
-            ready = self.selector.select(max(0.0, self.lease_until - time.monotonic()) if not self.leaving else None)
+            until = min(self.lease_until, self.waiting.until if self.waiting is not None else self.lease_until)
+            ready = self.selector.select(max(0.0, until - time.monotonic()) if not self.leaving else None)
             for key, _ in ready:
                 key.data()
             if time.monotonic() > self.lease_until:
                 self.leaving = True
+            if self.waiting is not None and time.monotonic() > self.waiting.until:
+                self._end_spare(f"it still imports after {IMPORTED_WITHIN_S:g} s")
 
     # --- the supervisor ---------------------------------------------------------------------------
 
@@ -169,22 +182,28 @@ class Keeper:
         self.selector.register(ours, selectors.EVENT_READ, self._on_spare)
 
     def _on_spare(self) -> None:
-        """Read that it is ready, or that it cannot be."""
+        """Read that it is ready, or that it cannot be; a wrapper may wait for that."""
         assert self.spare is not None, "its channel is watched while there is one"
         said: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, RefusedError):  # gone: as if it had said nothing
             said = json.loads(read_line(self.spare.channel))
         self.spare.ready = bool(said.get("ready"))
         if not self.spare.ready:
-            self._end_spare()
+            self._end_spare("its import failed")
         of = int(self.born.get("SLURM_NTASKS", "1"))
         report(
             {"standby": "ready", "of": of, **said}
             if said.get("ready")
             else {"standby": "gone", "why": "it ended", **said}
         )
+        if self.waiting is not None:
+            waiting = self._waits_no_more(self.waiting)
+            self._answer(waiting.conn, waiting.wanted)
 
-    def _end_spare(self) -> None:
+    def _end_spare(self, why: str) -> None:
+        """End the spare; a wrapper that waits for it gets the reason."""
+        if self.waiting is not None:
+            self._refuse(self._waits_no_more(self.waiting).conn, why)
         spare, self.spare = self.spare, None
         if spare is not None:
             self.selector.unregister(spare.channel)
@@ -196,18 +215,35 @@ class Keeper:
     def _on_connection(self) -> None:
         conn, _ = self.listener.accept()
         conn.settimeout(HAND_OVER_WITHIN_S)
+        self._answer(conn)
+
+    def _answer(self, conn: socket.socket, wanted: bytes = b"") -> None:
+        """Serve a wrapper, or say why not; `wanted`: what it has asked for already."""
         try:
-            self._hand_over(conn)
+            self._hand_over(conn, wanted)
         except RefusedError as refused:
-            if peer(conn) == os.getuid():
-                report({"standby": "refused", "why": str(refused)})
-            with contextlib.suppress(OSError):  # it went on without us
-                conn.sendall(line({"refused": str(refused)}))
-            conn.close()
+            self._refuse(conn, str(refused))
         except OSError:
             conn.close()  # it went on without us
 
-    def _hand_over(self, conn: socket.socket) -> None:
+    def _refuse(self, conn: socket.socket, why: str) -> None:
+        if peer(conn) == os.getuid():
+            report({"standby": "refused", "why": why})
+        with contextlib.suppress(OSError):  # it went on without us
+            conn.sendall(line({"refused": why}))
+        conn.close()
+
+    def _waits_no_more(self, waiting: Waiting) -> Waiting:
+        self.selector.unregister(waiting.conn)
+        self.waiting = None
+        return waiting
+
+    def _on_waiting(self) -> None:
+        """A wrapper that waits says nothing: it is gone, and the spare is for the next one."""
+        assert self.waiting is not None, "it is watched while it waits"
+        self._waits_no_more(self.waiting).conn.close()
+
+    def _hand_over(self, conn: socket.socket, wanted: bytes) -> None:
         """Let the spare become a rank; it runs nothing before the wrapper has said `go`.
 
         Raises:
@@ -216,8 +252,14 @@ class Keeper:
         """
         if peer(conn) != os.getuid():
             raise RefusedError("you are another user")
-        wanted = read_line(conn)
+        wanted = wanted or read_line(conn)
         spare = self._fit(json.loads(wanted))
+        if not spare.ready:
+            conn.sendall(line({"importing": IMPORTED_WITHIN_S}))
+            spare.channel.sendall(HURRY)
+            self.waiting = Waiting(conn, wanted)
+            self.selector.register(conn, selectors.EVENT_READ, self._on_waiting)
+            return
         self.selector.unregister(spare.channel)
         self.spare = None
         try:
@@ -249,6 +291,8 @@ class Keeper:
         """Return the spare, where it can become what is wanted.  Raises `RefusedError`."""
         if self.rank or self.leaving:
             raise RefusedError("the rank before has not ended" if self.rank else "the standby is about to leave")
+        if self.waiting is not None:
+            raise RefusedError("another rank waits for it")
         # a rank's own Python says which one it is, whatever name it was started by
         own = [sys.executable, *self.prefix[1:]] if wanted["executable"] else self.prefix
         prefix = [wanted["executable"] or wanted["prefix"][0], *wanted["prefix"][1:]]
@@ -257,10 +301,8 @@ class Keeper:
         changed = differs(self.born, wanted["environment"])
         if changed:
             raise RefusedError(f"{changed} has changed, and is read when a program starts")
-        if self.spare is None or not self.spare.ready:
-            why = "none waits" if self.spare is None else "it is still importing"
-            self._end_spare()  # it would only take time from the rank that is started without it
-            raise RefusedError(why)
+        if self.spare is None:
+            raise RefusedError("none waits")
         return self.spare
 
     def _on_wrapper(self) -> None:
@@ -323,12 +365,14 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
     oom_score(OOM_SCORE_WAITING)
     born = dict(os.environ)
     try:
-        prepare(modules)
+        prepare(modules, channel)
     except Exception as error:  # noqa: BLE001 - whatever a module raises: reported, and the launch starts without us
         say_and_end(channel, {"why": f"{type(error).__name__}: {error}"[:300]})
     try:
         channel.sendall(line({"ready": True, "rss_mib": rss_mib()}))
-        task: dict[str, Any] = json.loads(read_line(channel))
+        while (words := read_line(channel)) == HURRY:
+            pass
+        task: dict[str, Any] = json.loads(words)
         try:
             take_over(task, born)
         except (OSError, RefusedError) as error:
@@ -343,14 +387,16 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
     return task
 
 
-def prepare(modules: list[str]) -> None:
-    """Import what every training needs.
+def prepare(modules: list[str], channel: socket.socket) -> None:
+    """Import what every training needs, and as long as no wrapper waits for us, what many need later.
 
     Raises:
         ImportError: there is no torch.
         RefusedError: a module has started CUDA, which must see the GPUs of the launch.
     """
-    for name in (*IMPORTS, *modules):
+    for name in (*IMPORTS, *modules, *WITH_TIME):
+        if name in WITH_TIME and select.select([channel], [], [], 0)[0]:
+            break
         try:
             importlib.import_module(name)
         except ImportError:
@@ -450,7 +496,8 @@ def read_line(sock: socket.socket) -> bytes:
     """Read up to the end of a line, and not beyond.  Raises OSError, `RefusedError` where it ends before."""
     data = b""
     while not data.endswith(b"\n"):
-        more = sock.recv(65536)
+        waiting = sock.recv(65536, socket.MSG_PEEK)
+        more = sock.recv(waiting.find(b"\n") + 1 or len(waiting) or 1)
         if not more or len(data) > LINE_BYTES_MAX:
             raise RefusedError("the other side has gone")
         data += more

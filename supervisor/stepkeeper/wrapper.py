@@ -119,6 +119,7 @@ class Standby:
         node = environment.get("SLURMD_NODENAME", "")
         self._address = f"{place.replace('%N', node)}/{environment.get(slot, '0')}" if place else ""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unread = b""
         self.used = False
         self.reported: dict[str, object] = {}
         """What the watcher gets of it."""
@@ -183,6 +184,10 @@ class Standby:
             raise ValueError(f"its address belongs to user {owner}")
         sock.sendall(request)
         answer = json.loads(self._line())
+        if "importing" in answer:  # it has begun before us, so a rank that starts now would not be quicker
+            sock.settimeout(float(answer["importing"]) + HAND_OVER_WITHIN_S)
+            answer = json.loads(self._line())
+            sock.settimeout(HAND_OVER_WITHIN_S)
         if "pid" not in answer:
             raise ValueError(answer.get("refused", "it cannot"))
         socket.send_fds(sock, [b"go\n"], [0, 1, 2])
@@ -190,13 +195,13 @@ class Standby:
         return int(answer["pid"])
 
     def _line(self) -> bytes:
-        data = b""
-        while not data.endswith(b"\n"):
+        while b"\n" not in self._unread:
             more = self._connection.recv(4096)
             if not more:
                 raise ConnectionResetError("it has ended")
-            data += more
-        return data
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def wait(self, pid: int) -> int:
         """Return the status with which the rank ended, as `waitpid` would."""

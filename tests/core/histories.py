@@ -71,6 +71,7 @@ FIELDS = {
     on.RequeueAnswered: {"ok": st.booleans(), "error": st.just("refused")},
     on.WatcherReady: {"node": _nodes, "bus": small, "switches": st.sampled_from(("", "top.leaf1", "top.leaf2"))},
     on.WatcherLost: {"node": _nodes, "bus": small, "why": st.just("silent")},
+    on.Suspected: {"nodes": st.sampled_from((("a",), ("b",), ("a", "b"))), "rank": st.none() | small},
     on.SlurmdGone: {"node": _nodes, "bus": small, "silent_s": st.just(8.0)},
     on.BusEnded: {"bus": small, "code": small},
     on.NodesCleared: {

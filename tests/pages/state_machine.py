@@ -158,6 +158,7 @@ def _samples() -> dict[str, on.Event]:
         ),
         "NodeFaulted, to be left": _fault(leave=True),
         "NodeFaulted, a hint": _fault(leave=False),
+        "Suspected": on.Suspected(at=AT, nodes=("b",)),
         "SlurmdGone": on.SlurmdGone(at=AT, node="b", bus=1, silent_s=8.0),
         "NodesNotCleared": on.NodesNotCleared(at=AT, launch=0, nodes=("b",)),
         "NodesReleased": on.NodesReleased(at=AT, ok=True),

@@ -190,11 +190,15 @@ def test_the_bus_looks_at_the_node_of_a_late_watcher(
         size=2,
     )
 
+    suspected: list[tuple[str, ...]] = []
+
     def told() -> on.SlurmdGone:
         until = time.monotonic() + ANSWER_S
         while time.monotonic() < until:
             bus.look_at_late()
             found = inbox.get(0.1)
+            if isinstance(found, on.Suspected):
+                suspected.append(found.nodes)
             if isinstance(found, on.SlurmdGone):
                 return found
         raise AssertionError(notes)
@@ -203,6 +207,7 @@ def test_the_bus_looks_at_the_node_of_a_late_watcher(
         found = told()
         assert (found.node, found.bus, notes) == ("b", 1, [])
         assert found.silent_s >= 0.5
+        assert suspected == [("b",)]
 
         bus.say(lines.ReadNoMore(number=1))
         while inbox.get(1.0) is not None:  # until b is followed no more, and late again

@@ -21,7 +21,7 @@ from stepkeeper.supervisor.sources.process import Inbox
 from stepkeeper.watcher import messages as lines
 from stepkeeper.watcher import stacks as taking
 from stepkeeper.watcher.frames import Frame, describe, of_faulthandler, of_py_spy
-from stepkeeper.watcher.stacks import StackTaker
+from stepkeeper.watcher.stacks import StackTaker, Word
 from stepkeeper.watcher.tracing import calls_made
 from stepkeeper_trainer.formats import collectives
 from tests.supervisor.assignments import assigned
@@ -137,6 +137,12 @@ def rank(tmp_path: Path):
 
 
 def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0, brief: bool = False) -> dict[int, lines.Stood]:
+    words = said(tmp_path, pids, apart_s=apart_s, brief=brief)
+    return {each.rank: each for each in words if isinstance(each, lines.Stood)}
+
+
+def said(tmp_path: Path, pids: dict[int, int], *, apart_s: float, brief: bool) -> list[Word]:
+    """Return all that the watcher of a node says."""
     taker = StackTaker(assigned(tmp_path), "n1", find_spy=lambda: None, apart_s=apart_s)
     taker.take(lines.Stacks(launch=3, number=7, brief=brief), pids)
     os.set_blocking(taker.fileno(), True)
@@ -149,7 +155,7 @@ def taken(tmp_path: Path, pids: dict[int, int], *, apart_s: float = 1.0, brief: 
         if thread.name == "stacks":  # it may be about to tell of its last word, on that descriptor
             thread.join(WITHIN_S)
     os.close(taker.fileno())
-    return {each.rank: each for each in words if isinstance(each, lines.Stood)}
+    return words
 
 
 def stop_after_a_stack(pid: int, file: Path) -> None:
@@ -194,6 +200,20 @@ def test_a_brief_look_takes_nobody_who_waits_for_something_for_one_who_only_slee
     for _ in range(3):
         stood = taken(tmp_path, pids, apart_s=1.5, brief=True)
         assert {PAUSES[number]: each.sleeps for number, each in stood.items()} == dict.fromkeys(PAUSES, False)
+
+
+@pytest.mark.parametrize("stopped", [1, None])
+def test_who_does_nothing_is_told_before_the_second_look(rank, tmp_path: Path, stopped: int | None) -> None:
+    pids = {0: rank(0, "busy"), 1: rank(1, "busy")}
+    if stopped is not None:
+        os.kill(pids[stopped], signal.SIGSTOP)
+
+    words = said(tmp_path, pids, apart_s=0.5, brief=False)
+
+    first = words[0]
+    assert isinstance(first, lines.DoesNothing) == (stopped is not None)
+    assert not isinstance(first, lines.DoesNothing) or first.rank == stopped
+    assert sum(isinstance(word, lines.DoesNothing) for word in words) == (stopped is not None)
 
 
 def test_a_process_that_would_die_of_the_signal_gets_none(tmp_path: Path) -> None:
@@ -319,6 +339,22 @@ def test_a_watcher_that_does_not_answer_is_waited_for_only_so_long() -> None:
     assert isinstance(event, on.StacksCollected)
     assert (event.launch, event.moved) == (4, False)
     assert event.summary == "rank 0 sleeps; nothing is known about the ranks on b"
+
+
+def test_a_rank_that_does_nothing_at_the_first_look_is_told_at_once_and_only_once() -> None:
+    inbox = Inbox(Clock())
+    standing = StackCollector(inbox)
+    for _ in range(2):
+        number = standing.begin(do.CollectStacks(launch=4, nodes=("a", "b"), within_s=600.0))
+        standing.receive(lines.DoesNothing(node="b", number=number - 1, rank=3))
+        standing.receive(lines.DoesNothing(node="b", number=number, rank=3))
+        standing.receive(lines.DoesNothing(node="a", number=number, rank=0))
+
+        event = inbox.get(WITHIN_S)
+
+        assert isinstance(event, on.Suspected)
+        assert (event.nodes, event.rank) == (("b",), 3)
+        assert inbox.get(0.0) is None
 
 
 def test_all_watchers_answers_end_the_collection_at_once() -> None:

@@ -18,7 +18,7 @@ from stepkeeper import standby, wrapper
 from stepkeeper.watcher import stop_signal
 from stepkeeper.watcher.processes import kill_ranks
 from stepkeeper_trainer.integrations import hook
-from tests.supervisor.keepers import NODE, WITHIN_S, Site, children_of, heard, say, until
+from tests.supervisor.keepers import NODE, TORCH, WITHIN_S, Site, children_of, heard, say, until
 
 
 @pytest.fixture
@@ -293,14 +293,78 @@ def test_the_gpus_of_the_launch_count(site, looked):
         assert out.split()[1] != str(process.pid)
 
 
-def test_a_spare_that_still_imports_makes_way(site):
-    site.torch(more="import time\ntime.sleep(600)")
+IMPORTS_UNTIL = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)"
+HAS_DYNAMO = "import os, sys\nprint(os.getppid(), 'torch._dynamo' in sys.modules)\n"
+
+
+def importing(site):
+    """Return a keeper whose spare imports until a file is there, and the file."""
+    done = site.place / "imported"
+    (site.place / "torch.py").unlink()
+    package = site.place / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"{TORCH.format(cuda=False, more='')}{IMPORTS_UNTIL.format(str(done))}\n")
+    (package / "_dynamo.py").touch()
     keeper = site.keeper(ready=False)
     until(lambda: children_of(keeper.pid), "the spare")
+    return keeper, done
 
-    falls_back(site, "it is still importing")
 
-    until(lambda: not children_of(keeper.pid), "the end of the spare")
+def test_a_wrapper_waits_for_a_spare_that_imports_and_that_leaves_out_what_is_for_later(site):
+    """It has begun before: a rank that starts anew would not be quicker."""
+    keeper, done = importing(site)
+    script = site.script(HAS_DYNAMO)
+    first = site.wrapper(script)
+    until(lambda: waits(keeper, 1), "a wrapper that waits")
+
+    done.touch()
+
+    assert first.communicate(timeout=WITHIN_S) == (f"{keeper.pid} False\n", "")
+    until(lambda: not site.ranks(), "the end of the rank")
+    say(keeper, "prepare")
+    assert heard(keeper)["standby"] == "ready"  # of the first
+    assert heard(keeper)["standby"] == "ready"
+    assert site.wrapper(script).communicate(timeout=WITHIN_S) == (f"{keeper.pid} True\n", "")
+
+
+def test_a_wrapper_that_is_killed_while_it_waits_leaves_the_spare_to_the_next(site):
+    keeper, done = importing(site)
+    script = site.script(HAS_DYNAMO)
+    first = site.wrapper(script)
+    until(lambda: waits(keeper, 1), "a wrapper that waits")
+    first.kill()
+    until(lambda: waits(keeper, 0), "its end")
+    second = site.wrapper(script)
+    until(lambda: waits(keeper, 1), "the next")
+
+    done.touch()
+
+    assert second.communicate(timeout=WITHIN_S) == (f"{keeper.pid} False\n", "")
+
+
+@pytest.mark.parametrize("how", ["time is up", "the supervisor ends it", "the spare dies"])
+def test_a_wrapper_that_waits_in_vain_starts_its_rank(site, how):
+    site.limits["IMPORTED_WITHIN_S"] = 1.0 if how == "time is up" else WITHIN_S
+    keeper, _ = importing(site)
+    process = site.wrapper(site.script("print('ran')"))
+    if how == "time is up":
+        why = "it still imports after 1 s"
+    else:
+        until(lambda: waits(keeper, 1), "a wrapper that waits")
+        why = "the standby is about to leave" if "supervisor" in how else "its import failed"
+        say(keeper, "quit") if "supervisor" in how else os.kill(children_of(keeper.pid)[0], signal.SIGKILL)
+
+    out, err = process.communicate(timeout=WITHIN_S)
+
+    assert (process.returncode, out) == (0, "ran\n")
+    assert err == f"stepkeeper: no warm standby for this rank: {why}; it starts without one\n"
+    until(lambda: keeper.poll() is not None or not children_of(keeper.pid), "the end of the spare")
+
+
+def waits(keeper, wrappers):
+    """Tell whether so many wrappers are connected to a keeper whose spare imports: it has listener and channel."""
+    sockets = [os.readlink(each) for each in Path(f"/proc/{keeper.pid}/fd").iterdir() if os.path.lexists(each)]
+    return sum(each.startswith("socket:") for each in sockets) == 2 + wrappers
 
 
 @pytest.mark.parametrize("how", ["quit", "SIGTERM"])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from stepkeeper import wrapper
 from stepkeeper.core import events as on
-from stepkeeper.core.state import Launch, Leaving, Next, Phase, Plan, Ranks, State
+from stepkeeper.core.state import Launch, Leaving, Next, Nodes, Phase, Plan, Ranks, State
 from stepkeeper.loop_tools import Clock
 from stepkeeper.slurm.launch import Geometry
 from stepkeeper.supervisor.actions import launch, standbys
@@ -79,8 +80,9 @@ def fake(tmp_path, told, monkeypatch):
     inbox = Inbox(Clock())
     standing = []
 
-    def make(wanted: Job, environment: dict[str, str]) -> standbys.Standbys:
-        standing.append((wanted, standbys.Standbys(wanted, environment, inbox=inbox, log=told)))  # type: ignore[arg-type]
+    def make(wanted: Job, environment: dict[str, str], *, always: bool = True) -> standbys.Standbys:
+        made = standbys.Standbys(wanted, environment, always=always, inbox=inbox, log=told)  # type: ignore[arg-type]
+        standing.append((wanted, made))
         return standing[-1][1]
 
     yield make
@@ -91,6 +93,12 @@ def fake(tmp_path, told, monkeypatch):
             assert time.monotonic() < limit, "standbys are left behind"
             time.sleep(0.02)
     assert inbox.get(0.0) is None, "a thread failed"
+
+
+@pytest.fixture
+def seldom(fake, tmp_path):
+    """Those of a run with the setting as it comes: only where a relaunch is likely."""
+    return fake(job(tmp_path), {**os.environ, "PYTHONPATH": str(tmp_path)}, always=False)
 
 
 @pytest.fixture
@@ -137,6 +145,80 @@ def test_a_launch_on_other_nodes_has_none(made, told):
 
     assert made.variables(1, ("n1", "n2")) == {}
     assert made.variables(2, NODES) == {}
+
+
+ASLEEP = on.Suspected(at=1.0, nodes=NODES, rank=0)
+
+
+def test_by_default_they_start_when_a_rank_is_suspected_and_leave_with_the_next_step(seldom, told):
+    seldom.look(step(1), training())
+    assert seldom.variables(1, NODES) == {}, "training works"
+
+    seldom.look(ASLEEP, training())
+    told.wait("standby_ready")
+    assert seldom.variables(1, NODES)[standbys.WORDS] == "1"
+
+    seldom.look(step(2), training())  # a false alarm, or the relaunch has come as far
+    assert seldom.variables(1, NODES) == {}
+    told.lines.clear()
+    seldom.look(ASLEEP, training())
+    assert seldom.variables(1, NODES) == {}, "a rank that sleeps again and again has torch imported once"
+    seldom.look(step(3, 1), training(1))
+    seldom.look(on.Suspected(at=1.0, nodes=NODES, rank=0), training(1))
+    told.wait("standby_ready")
+    assert seldom.variables(2, NODES)
+
+
+def test_a_rank_that_runs_in_one_is_not_ended_by_a_suspicion(seldom, told, tmp_path):
+    """Those of the launch before hold the ranks, and leave only with them."""
+    seldom.look(ASLEEP, training())
+    told.wait("standby_ready")
+    place = seldom.variables(1, NODES)[standbys.VARIABLE].replace("%N", "n1")
+    script, up = tmp_path / "train.py", tmp_path / "up"
+    script.write_text(f"import time\nopen({str(up)!r}, 'w').close()\ntime.sleep(600)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_LOCALID": "0"}
+    taken = wrapper.Standby(place, "SLURM_LOCALID", environment)
+    pid = taken.take([sys.executable], [str(script)], environment)
+    assert pid, taken.reported
+    limit = time.monotonic() + WITHIN_S
+    while not up.exists():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+    seldom.look(step(2, 1), training(1))
+    seldom.look(ASLEEP, training(1))
+    told.lines.clear()
+    told.wait("standby_ready")
+
+    assert seldom.variables(2, NODES)[standbys.VARIABLE].replace("%N", "n1") != place
+    assert Path(f"/proc/{pid}/cmdline").read_bytes(), "the rank that sleeps may go on yet"
+
+
+def starting(*usable: str, wanted: int = 1) -> State:
+    """A launch on n1 has ended, and these nodes are the allocation."""
+    ended = Launch(number=1, nodes=NODES)
+    return State(phase=Phase.STARTING, launch=ended, nodes=Nodes(usable=usable, wanted=wanted))
+
+
+def test_where_a_node_is_late_they_start_on_those_that_would_take_its_place(seldom, told):
+    late = on.Suspected(at=1.0, nodes=("n1",))
+
+    seldom.look(late, training())  # ranks there may live on
+    seldom.look(late, starting("n1"))  # no node would be left
+    assert seldom.variables(1, ("n2",)) == {}
+    seldom.look(late, starting("n1", "n2"))
+    told.wait("standby_ready")
+    told.lines.clear()
+    seldom.look(late, starting("n1", "n2"))
+    assert seldom.variables(1, ("n2",))
+    assert told.lines == []
+
+
+def test_where_the_late_node_is_back_its_launch_has_none(seldom, told):
+    seldom.look(on.Suspected(at=1.0, nodes=("n1",)), starting("n1", "n2"))
+    told.wait("standby_ready")
+
+    assert seldom.variables(1, NODES) == {}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +320,7 @@ def test_ranks_that_others_start_hand_over_themselves(fake, tmp_path, told, line
     ],
 )
 def test_a_command_that_nothing_can_stand_in_for_is_told_once(tmp_path, told, command, why):
-    made = standbys.Standbys(job(tmp_path, *command), {}, inbox=Inbox(Clock()), log=told)
+    made = standbys.Standbys(job(tmp_path, *command), {}, always=True, inbox=Inbox(Clock()), log=told)
 
     made.look(step(1), training())
 

@@ -56,9 +56,9 @@ def continued(environment: dict[str, str]) -> Path | None:
 
 
 def standby_imports(settings: RunSettings) -> tuple[str, ...] | None:
-    """Return what warm standbys import besides torch and the trainer library; None where there are to be none."""
+    """Return what warm standbys import besides torch and the trainer library; None where there are never any."""
     modules = (settings.warm_standby_imports or "").split(",")
-    return tuple(module.strip() for module in modules if module.strip()) if settings.warm_standby else None
+    return tuple(module.strip() for module in modules if module.strip()) if settings.warm_standby is not False else None
 
 
 def finished_step(path: Path) -> int | None:

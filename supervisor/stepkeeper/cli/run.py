@@ -168,6 +168,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         notify_command=settings.notify_command,
         repair_pointers=settings.repair_pointers,
         standby_imports=attempt.standby_imports(settings),
+        standby_always=bool(settings.warm_standby),
         reading=Limits(mib_per_s=settings.verify_mib_per_s),
     )
     log.info(

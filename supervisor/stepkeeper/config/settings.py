@@ -151,9 +151,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `STEPKEEPER_REASON`, `STEPKEEPER_EXIT_CODE`, `STEPKEEPER_CAUSE`, `STEPKEEPER_RUN_DIR` and
     `STEPKEEPER_JOB_ID`."""
 
-    warm_standby: Annotated[bool, About()] = False
+    warm_standby: Annotated[bool | None, About()] = None
     """Keep a second process for each rank, which has imported torch and waits.  A relaunch in the allocation uses it
-    instead of starting Python again (docs/warm-standby.md)."""
+    instead of starting Python again (docs/warm-standby.md).  If not set: only while a hang or a lost node is
+    suspected."""
 
     warm_standby_imports: Annotated[str | None, About(metavar="MODULES", has_flag=False)] = None
     """More modules that a warm standby imports, separated by commas (`transformers,datasets`).  None of them may start

@@ -60,6 +60,8 @@ def decide(state: State, event: on.Event, policy: Policy) -> Decision:  # noqa: 
             return starting.on_watcher_ready(state, event, policy)
         case on.WatcherLost():
             return bus.on_watcher_lost(state, event, policy)
+        case on.Suspected():
+            return silence.on_suspected(state, event)
         case on.SlurmdGone():
             return faults.on_slurmd_gone(state, event, policy)
         case on.BusEnded():

@@ -15,6 +15,7 @@ Where each comes from, and what may be concluded from it:
     SlurmAnswered       slurmctld, or the time limit of our client (`actions.slurm`); RequeueAnswered likewise
     WatcherReady        a watcher's first line (`sources.bus`)
     WatcherLost         nobody: silence, or a line of srun about one task (`sources.bus`)
+    Suspected           the first of two looks at a rank (`actions.stack_collector`), or a late watcher (`sources.bus`)
     SlurmdGone          the node's kernel: it refuses connections while the watcher is late (`sources.slurmd`)
     BusEnded            the watchers' srun: its status, and the last line of its stderr (`sources.bus`)
     NodesCleared        every watcher: it has ended what was left, and looked whether its node is fit
@@ -248,6 +249,13 @@ class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
     node: str
     bus: int
     why: str
+
+
+class Suspected(Stamped, frozen=True, kw_only=True, tag="suspected"):
+    """A launch probably hangs, or nodes are probably lost: nothing is decided yet, but the next launch is prepared."""
+
+    nodes: tuple[str, ...]
+    rank: int | None = None  # it did nothing at the first of two looks; None: the nodes' watchers are late
 
 
 class SlurmdGone(Stamped, frozen=True, kw_only=True, tag="slurmd_gone"):
@@ -564,6 +572,7 @@ Event = (
     | RequeueAnswered
     | WatcherReady
     | WatcherLost
+    | Suspected
     | SlurmdGone
     | BusEnded
     | NodesCleared

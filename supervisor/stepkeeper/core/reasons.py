@@ -531,6 +531,13 @@ class NodesReleased(_Reason, frozen=True, kw_only=True):
     error: str = ""
 
 
+class Suspected(_Reason, frozen=True, kw_only=True):
+    """Nodes are late, or a rank did nothing at a first look: not certain yet."""
+
+    nodes: tuple[str, ...]
+    rank: int | None = None
+
+
 class SlurmdGone(_Reason, frozen=True, kw_only=True):
     """A node refuses connections to slurmd, and its watcher is late."""
 

@@ -132,6 +132,13 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     return _stands_still(state, event.at, event, policy)
 
 
+def on_suspected(state: State, event: on.Suspected) -> Decision:
+    """The evidence is not complete: nothing follows but that standbys start, which are no part of the training."""
+    if state.phase not in (Phase.TRAINING, Phase.STARTING):
+        return Decision(state)
+    return Decision(state, (), (because.Suspected(nodes=event.nodes, rank=event.rank),))
+
+
 def _is_unusual(state: State) -> bool:
     """Tell whether a rank that sleeps again and again is none that this run has been ended for since its last progress.
 

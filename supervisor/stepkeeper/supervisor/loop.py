@@ -78,6 +78,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     reading: Limits = Limits()
     repair_pointers: bool = False  # of the script's framework, before each launch
     standby_imports: tuple[str, ...] | None = None  # of warm standbys, besides torch; None: there are none
+    standby_always: bool = False  # else only where a relaunch is likely
 
 
 class Supervisor:
@@ -110,8 +111,14 @@ class Supervisor:
         self.stack_collector = stack_collector.StackCollector(inbox)
         self.standbys: standbys.Standbys | None = None
         if setting.standby_imports is not None:
-            modules = setting.standby_imports
-            self.standbys = standbys.Standbys(setting.job, environment, modules=modules, inbox=inbox, log=log)
+            self.standbys = standbys.Standbys(
+                setting.job,
+                environment,
+                always=setting.standby_always,
+                modules=setting.standby_imports,
+                inbox=inbox,
+                log=log,
+            )
         self.foreign: ForeignCheckpoints | None = None
         following = setting.job.following
         if following is not None and following.directory is not None:

@@ -15,7 +15,7 @@ from stepkeeper_trainer.formats.messages import Progress, shorten
 
 LINES_MAX = 4096
 IMPORTANT_LINES_MAX = 65_536  # some 30 MB: a supervisor that has read nothing for so long has lost more than lines
-_FOR_PEOPLE = (bus.Note, bus.Stood, bus.StoodBelow, bus.Entered)  # dropped first, the oldest first
+_FOR_PEOPLE = (bus.Note, bus.DoesNothing, bus.Stood, bus.StoodBelow, bus.Entered)  # dropped first, the oldest first
 
 
 class Channel:

@@ -215,6 +215,14 @@ class Stood(_Line, frozen=True, kw_only=True, tag="stood"):
     sleeps: bool = False  # between two looks it did nothing but sleep at one line of the user's, as all below it
 
 
+class DoesNothing(_Line, frozen=True, kw_only=True, tag="does_nothing"):
+    """A rank is stopped, or sleeps in the user's code, at the first of two looks; its `Stood` says whether it lasts."""
+
+    node: str
+    number: int  # of the request
+    rank: int
+
+
 class StoodBelow(_Line, frozen=True, kw_only=True, tag="stood_below"):
     """What a rank does below Python, after its `Stood`, where that says more."""
 
@@ -284,7 +292,7 @@ class Note(_Line, frozen=True, kw_only=True, tag="note"):
     text: str
 
 
-OfStacks = Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
+OfStacks = DoesNothing | Stood | StoodBelow | Entered | StacksTaken  # what ranks do that stand still
 ToWatcher = Lease | Save | Kill | Clear | Check | Look | Read | ReadNoMore | Stacks | Leave | Quit
 FromWatcher = (
     Ready

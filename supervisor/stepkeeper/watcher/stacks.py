@@ -138,6 +138,9 @@ class StackTaker:
                 for rank in families
                 if in_own_code(first[rank]) and kernel.sleeps_less(waited[rank], self._apart_s)
             }
+            still = [rank for rank in pids if kernel.sure_s(waited[rank], waited[rank]) >= self._apart_s]
+            for rank in [*still, *dozing][:1]:  # one is enough to prepare the next launch
+                self._say(bus.DoesNothing(node=self._node, number=wanted.number, rank=rank))
             calls = self._pause(dozing)
             ras.look_again()
             waits_on = {rank: kernel.wait_of(pid) for rank, pid in pids.items()}

@@ -10,13 +10,13 @@ An optimizer with a `state_dict` of its own, or with hooks on it, is asked for t
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepkeeper_trainer.errors import ResumeError, StateError
@@ -113,6 +113,12 @@ def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
+def _is_zero1(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether it is torch's ZeRO-1, whose module compiles eight optimizers when it is imported (0.3 s)."""
+    module = sys.modules.get("torch.distributed.optim")  # a script that has one has imported it
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 class OptimizerPart:
     """Its tensors lie under `<name>.state.<parameter>.<key>`, as flattened optimizers of torch's own checkpoints do."""
 
@@ -132,7 +138,7 @@ class OptimizerPart:
     def _is_torchs(self) -> bool:
         """Whether its state is what torch's own `state_dict` gives; ZeRO-1's is so on each rank."""
         optimizer = self.optimizer
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if _is_zero1(optimizer):
             return True
         hooks = (
             "_optimizer_state_dict_pre_hooks",
@@ -168,8 +174,8 @@ class OptimizerPart:
     @property
     def _state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
         """Return what it keeps for each parameter on this rank: ZeRO-1 keeps it for some parameters only."""
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            local_states: Mapping[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state
+        if _is_zero1(self.optimizer):
+            local_states: Mapping[torch.Tensor, dict[str, Any]] = self.optimizer.optim.state  # type: ignore[attr-defined]
             return local_states
         return self.optimizer.state
 

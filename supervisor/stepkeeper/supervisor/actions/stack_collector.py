@@ -21,7 +21,10 @@ RANKS_SHOWN_MAX = 4
 
 
 class StackCollector:
-    """Collects the answers to one request; `StacksCollected` comes when every node has answered, or time is up."""
+    """Collects the answers to one request; `StacksCollected` comes when every node has answered, or time is up.
+
+    `Suspected` comes before, where a rank does nothing at the first of the two looks.
+    """
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -31,6 +34,7 @@ class StackCollector:
         self._missing: set[str] = set()
         self._stood: list[lines.Stood] = []
         self._below: dict[int, str] = {}  # by rank
+        self._suspected = False  # that the launch hangs, by its first look
         self._places: dict[int, list[Place]] = defaultdict(list)
 
     def begin(self, wanted: do.CollectStacks) -> int:
@@ -38,7 +42,7 @@ class StackCollector:
         with self._lock:
             self._number += 1
             self._wanted, self._missing, self._stood, self._below = wanted, set(wanted.nodes), [], {}
-            self._places = defaultdict(list)
+            self._places, self._suspected = defaultdict(list), False
             number = self._number
         timer = threading.Timer(wanted.within_s, lambda: self._end(number))
         timer.daemon = True
@@ -52,6 +56,11 @@ class StackCollector:
                 return
             if isinstance(word, lines.Stood):
                 self._stood.append(word)
+                return
+            if isinstance(word, lines.DoesNothing):
+                suspected, self._suspected = not self._suspected, True
+                if suspected:
+                    self._inbox.put(on.Suspected(at=self._inbox.clock.now(), nodes=(word.node,), rank=word.rank))
                 return
             if isinstance(word, lines.StoodBelow):
                 self._below[word.rank] = word.where

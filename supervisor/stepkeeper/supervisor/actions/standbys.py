@@ -1,8 +1,12 @@
 """Warm standbys: one process a rank that has imported torch and waits for the next launch of the allocation.
 
 They are of the run and no part of the training: nothing is decided by them, and a launch that finds none starts its
-ranks as ever.  One Slurm step on the launch's nodes holds their keepers, and stays for as long as launches are on these
-nodes; a spare is asked for when a launch has done a step that is new, so that it imports beside training that works.
+ranks as ever.  One Slurm step on the launch's nodes holds their keepers.
+
+Where they are to be there always, that step stays for as long as launches are on these nodes; a spare is asked for when
+a launch has done a step that is new, so that it imports beside training that works.  Else they are started where a
+relaunch is likely and not yet certain: they import while the second look at a rank, or at a node, is waited for.  They
+leave at the next step that is done.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import msgspec
 from stepkeeper import standby as program
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
+from stepkeeper.core.placement import places, without_nodes
 from stepkeeper.core.state import Next, Phase, State
 from stepkeeper.log import Log, PatientStream
 from stepkeeper.redaction import redact
@@ -110,6 +115,7 @@ class Standbys:
         job: Job,
         environment: Mapping[str, str],
         *,
+        always: bool,
         modules: Sequence[str] = (),
         inbox: Inbox,
         log: Log,
@@ -119,17 +125,20 @@ class Standbys:
         Args:
             job: what the ranks of the attempt have in common.
             environment: of the supervisor, which the ranks inherit.
+            always: beside all training; else only where a relaunch is likely.
             modules: to import besides torch and the trainer library.
             inbox: for the threads.
             log: for what becomes of them.
         """
-        self._job, self._environment, self._modules = job, environment, modules
+        self._job, self._environment, self._modules, self._always = job, environment, modules, always
         self._inbox, self._log = inbox, log
         self._way = way(job, environment)
         self._steps: list[_Step] = []  # of the ranks, and of torchrun where there is one
+        self._former: list[_Step] = []  # which leave, and may hold the ranks that run
+        self._serial = 0
         self._furthest = -1
         self._prepared: int | None = None  # the newest launch whose spares were asked for
-        if self._way.why_not:
+        if self._way.why_not and always:
             log.warning("standby_impossible", why=self._way.why_not)
 
     def look(self, event: on.Event, state: State) -> None:
@@ -141,16 +150,20 @@ class Standbys:
         elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH:
             for step in self._steps:
                 step.leave()  # ranks among them come to their end
+        elif isinstance(event, on.Suspected):
+            self._prepare_for(event, state)
         elif isinstance(event, on.Progressed) and state.phase is Phase.TRAINING and event.launch == state.launch.number:
             is_new = event.step > self._furthest
             self._furthest = max(self._furthest, event.step)
-            if is_new and self._prepared != state.launch.number:
+            if not self._always:
+                self._retire()
+            elif is_new and self._prepared != state.launch.number:
                 self._prepared = state.launch.number
                 self._prepare(state.launch.number, state.launch.nodes)
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""
-        for step in self._steps:
+        for step in (*self._steps, *self._former):
             step.say("alive")
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
@@ -174,8 +187,30 @@ class Standbys:
 
     def close(self) -> None:
         """End all."""
-        for step in self._steps:
+        for step in (*self._steps, *self._former):
             step.close()
+        self._steps, self._former = [], []
+
+    def _prepare_for(self, suspected: on.Suspected, state: State) -> None:
+        """Have standbys where the next launch will be if the suspicion is right.
+
+        A rank is suspected at most once a launch: one that sleeps again and again must not have torch imported each
+        time.
+        """
+        launch = state.launch
+        if suspected.rank is not None and state.phase is Phase.TRAINING and self._prepared != launch.number:
+            self._prepared = launch.number
+            self._prepare(launch.number, launch.nodes)
+        elif suspected.rank is None and state.phase is Phase.STARTING:
+            nodes = places(without_nodes(state, suspected.nodes))
+            if nodes and not any(step.nodes == nodes for step in self._steps):
+                self._prepare(launch.number, nodes)
+
+    def _retire(self) -> None:
+        """Have all leave; a rank among them comes to its own end."""
+        for step in self._steps:
+            step.leave()
+        self._former = [step for step in (*self._former, *self._steps) if step.runs]
         self._steps = []
 
     def _hook(self, address: str) -> dict[str, str]:
@@ -188,6 +223,7 @@ class Standbys:
         if any(step.nodes != nodes or not step.runs for step in self._steps):
             self.close()
         if not self._steps:
+            self._serial += 1
             self._steps = [self._of_ranks(launch, nodes)]
             if self._way.agent:
                 self._steps.append(self._of_agents(launch, nodes, self._steps[0].address))
@@ -223,6 +259,7 @@ class Standbys:
             what=what,
             argv=argv,
             environment=environment,
+            serial=self._serial,
             inbox=self._inbox,
             log=self._log,
         )
@@ -244,11 +281,12 @@ class _Step:
         what: str,
         argv: list[str],
         environment: Mapping[str, str],
+        serial: int,
         inbox: Inbox,
         log: Log,
     ) -> None:
         self.nodes, self._launch, self._what = nodes, launch, what
-        self.address = f"{job.socket}/standby-{launch}-{what}"  # those of a step before may still be about to leave
+        self.address = f"{job.socket}/standby-{serial}-{what}"  # those of a step before may still be about to leave
         self._job, self._inbox, self._log = job, inbox, log
         self._srun = Srun(
             inbox, Part.STANDBYS, "standby", on_word=self._on_word, on_line=self._hear, errors=Part.STANDBYS

@@ -184,7 +184,10 @@ class Bus:
         self._inbox.put(on.NodesNotCleared(at=self._now(), launch=launch, nodes=missing))
 
     def look_at_late(self) -> None:
-        """Look at nodes whose watcher is late; `SlurmdGone` comes where nothing of Slurm runs.  Called by the loop."""
+        """Emit `Suspected` for nodes whose watcher is late, and look at them.  Called by the loop.
+
+        `SlurmdGone` comes where nothing of Slurm runs.
+        """
         now = time.monotonic()
         last = {node: peer.last_message_at for node, peer in self._peers.copy().items()}
         late = {node: at for node, at in last.items() if now - at >= LATE_AFTER_S}
@@ -192,6 +195,7 @@ class Bus:
         self._late = late
         other = next((node for node in sorted(last) if node not in late), None)
         if new and other is not None:
+            self._inbox.put(on.Suspected(at=self._now(), nodes=tuple(sorted(late))))
             self._inbox.run(Part.SLURMD, lambda: self._follow(new, other), name=f"bus-{self.number}-slurmd")
 
     def _follow(self, late: list[str], other: str) -> None:
@@ -321,7 +325,7 @@ class Bus:
                 self._inbox.put(_event(on.NodeFaulted, message, at=at))
             case lines.ShardRead():
                 self._on_share(message)
-            case lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
+            case lines.DoesNothing() | lines.Stood() | lines.StoodBelow() | lines.Entered() | lines.StacksTaken():
                 self._on_stack(message)
             case lines.StopSignalSent():
                 self._on_stop_signal(message)

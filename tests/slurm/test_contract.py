@@ -385,7 +385,7 @@ def test_node_lists_are_expanded_in_order(client: ClientOfUser) -> None:
 def test_the_settings_are_those_of_the_cluster(lab: Lab, client: ClientOfUser) -> None:
     version = lab.run("scontrol", "--version").stdout.split()[-1]
 
-    assert client.settings() == ClusterSettings(kill_wait_s=KILL_WAIT_S, version=version)
+    assert client.settings() == ClusterSettings(kill_wait_s=KILL_WAIT_S, version=version, accounting=False)
 
 
 # --- in place of a requeue ------------------------------------------------------------------------

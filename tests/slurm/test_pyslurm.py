@@ -51,6 +51,7 @@ class Job:
         if self.id == 1800:
             raise RPCError(1800, "Unable to contact slurm controller")
 class _Config:
+    accounting_storage_type = "accounting_storage/none"
     kill_wait_time, version = 10, os.environ.get("SAYS_VERSION", "22.05.8")
 slurmctld = types.SimpleNamespace(Config=types.SimpleNamespace(load=_Config))
 """
@@ -110,7 +111,7 @@ def test_what_pyslurm_tells_of_a_job(client):
 def test_what_a_library_prints_is_no_answer(client, tmp_path):
     client.requeue("7")
 
-    assert client.settings() == ClusterSettings(kill_wait_s=10.0, version="22.05.8")
+    assert client.settings() == ClusterSettings(kill_wait_s=10.0, version="22.05.8", accounting=False)
     assert orders(tmp_path) == ["requeue"]
 
 

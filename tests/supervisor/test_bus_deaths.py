@@ -79,23 +79,26 @@ def test_the_srun_of_a_bus_that_another_one_replaces_is_ended_though_it_does_not
 
 
 @pytest.mark.parametrize(
-    ("node_lost", "code"),
+    ("lost", "last_word", "within_s", "code"),
     [
-        pytest.param(False, 0, id="all watchers leave: their step ends by itself"),
-        pytest.param(True, -signal.SIGKILL, id="srun waits for the watcher of a lost node"),
+        pytest.param((), "", ANSWER_S, 0, id="all watchers leave: their step ends by itself"),
+        pytest.param(("b",), "left", ANSWER_S, -signal.SIGKILL, id="srun waits for the watcher of a lost node"),
+        pytest.param(("b",), "", 0.1, -signal.SIGKILL, id="the other one does not leave in time either"),
     ],
 )
 def test_a_bus_with_a_lost_node_is_ended_once_the_others_have_left(
-    *, node_lost: bool, code: int, monkeypatch: pytest.MonkeyPatch
+    lost: tuple[str, ...], last_word: str, within_s: float, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LEFT", ((0.1, signal.SIGKILL),))
+    monkeypatch.setattr(sources, "LEAVE_WITHIN_S", within_s)
+    ready = [lines.encode(lines.Ready(node=node, pid=1, version="1")).decode() for node in ("a", "b")]
     inbox = Inbox(Clock())
     bus = Bus(
         1,
-        ["sh", "-c", 'printf "%s" "$READY"; while read word; do :; done; exec sleep "$LEAVES_S"'],
+        ["sh", "-c", 'printf "%s" "$READY"; while read word; do :; done; printf "%s" "$LEFT"; exec sleep "$LEAVES_S"'],
         {
-            "READY": lines.encode(lines.Ready(node="a", pid=1, version="1")).decode(),
-            "LEAVES_S": str(ANSWER_S) if node_lost else "0.5",
+            "READY": "".join(ready),
+            "LEFT": lines.encode(lines.Left(node="a")).decode() if last_word else "",
+            "LEAVES_S": str(2 * ANSWER_S) if lost else "0.5",
             "PATH": os.environ["PATH"],
         },
         inbox=inbox,
@@ -103,9 +106,10 @@ def test_a_bus_with_a_lost_node_is_ended_once_the_others_have_left(
         note=lambda *_: None,
         on_shard=lambda _shard: None,
     )
-    assert isinstance(inbox.get(ANSWER_S), on.WatcherReady)
+    for _ in range(2):
+        assert isinstance(inbox.get(ANSWER_S), on.WatcherReady)
 
-    bus.close(node_lost=node_lost)
+    bus.close(lost=lost)
 
     ended = inbox.get(ANSWER_S)
     assert isinstance(ended, on.BusEnded)

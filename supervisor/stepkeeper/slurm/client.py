@@ -52,6 +52,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     kill_wait_s: float
     version: str
+    accounting: bool  # in a database
 
 
 # What the node agent needs to know.

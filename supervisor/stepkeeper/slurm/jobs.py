@@ -210,9 +210,13 @@ class SlurmCommands:
                 raise SlurmError(f"{error}; to continue by hand: {by_hand}") from error
         return Resubmitted(job_id=parse_submitted(said), unknown=planned.unknown)
 
-    def exclude(self, job: str, nodes: Sequence[str]) -> None:
-        """Replace the list of nodes on which a job that does not run may not run."""
-        self._call("scontrol", "update", f"JobId={job}", f"ExcNodeList={fold(nodes)}")
+    def exclude(self, job: str, nodes: Sequence[str], *, within_s: float | None = None) -> None:
+        """Replace the list of nodes on which a job that does not run may not run; `within_s`: a shorter time limit."""
+        argv = ("scontrol", "update", f"JobId={job}", f"ExcNodeList={fold(nodes)}")
+        if within_s is None:
+            self._call(*argv)
+        else:
+            call(argv, within_s, what=" ".join(argv))
 
     def usable_nodes(self, job: str, like: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the nodes of a job's partitions that are neither down nor drained, busy ones too.
@@ -357,14 +361,18 @@ def _as_good(node: _Made, other: _Made) -> bool:
 def parse_settings(text: str) -> ClusterSettings:
     r"""Parse `scontrol show config`.
 
-    >>> parse_settings("KillWait                = 30 sec\nSLURM_VERSION           = 22.05.8\n").kill_wait_s
-    30.0
+    >>> parse_settings("KillWait = 30 sec\nSLURM_VERSION = 22.05.8\nAccountingStorageType = accounting_storage/none\n")
+    ClusterSettings(kill_wait_s=30.0, version='22.05.8', accounting=False)
     """
     settings = parse_config(text)
     kill_wait = re.match(r"\d+", settings.get("KillWait", ""))
     if kill_wait is None:
         raise SlurmError("scontrol show config: it shows no KillWait")
-    return ClusterSettings(kill_wait_s=float(kill_wait.group()), version=settings.get("SLURM_VERSION", "?"))
+    return ClusterSettings(
+        kill_wait_s=float(kill_wait.group()),
+        version=settings.get("SLURM_VERSION", "?"),
+        accounting="slurmdbd" in settings.get("AccountingStorageType", ""),
+    )
 
 
 def parse_slurmds(shown: str, config: str) -> dict[str, tuple[str, int]]:

@@ -64,7 +64,11 @@ def job_facts(job: Any) -> dict[str, Any]:
 
 def settings(config: Any) -> dict[str, Any]:
     """Return what we need of the cluster's settings."""
-    return {"kill_wait_s": float(config.kill_wait_time), "version": config.version}
+    return {
+        "kill_wait_s": float(config.kill_wait_time),
+        "version": config.version,
+        "accounting": "slurmdbd" in (config.accounting_storage_type or ""),
+    }
 
 
 def end_at(end: float | None, limit_min: Any) -> float | None:

@@ -154,12 +154,12 @@ class PyslurmClient(SlurmCommands):
         else:
             super().requeue(job)
 
-    def exclude(self, job: str, nodes: Sequence[str]) -> None:
+    def exclude(self, job: str, nodes: Sequence[str], *, within_s: float | None = None) -> None:
         """See `SlurmCommands`."""
-        if job.isdigit() and nodes:  # pyslurm takes an empty list for no change
+        if job.isdigit() and nodes and within_s is None:  # pyslurm takes an empty list for no change
             self._ask_child("exclude", int(job), list(nodes))
         else:
-            super().exclude(job, nodes)
+            super().exclude(job, nodes, within_s=within_s)
 
     def close(self) -> None:
         """End the child process."""

@@ -25,11 +25,17 @@ from stepkeeper.slurm.jobs import SlurmCommands, call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
+VAIN_S = 1.0  # newer versions answer at once
 AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
 
 
 def requeue(
-    client: SlurmCommands, assignment: Assignment, *, exclude: Sequence[str] = (), readmit: Sequence[str] = ()
+    client: SlurmCommands,
+    assignment: Assignment,
+    *,
+    exclude: Sequence[str] = (),
+    readmit: Sequence[str] = (),
+    shrunk: bool = False,
 ) -> str:
     """Requeue the job; return what did not succeed besides, in words.
 
@@ -38,6 +44,7 @@ def requeue(
         assignment: names the job and the attempt that ends.
         exclude: nodes to add to those on which the job may not run, the weakest reason first.
         readmit: nodes to take off that list.
+        shrunk: the job has given back nodes.
 
     Raises:
         SlurmError: it is not requeued.
@@ -58,7 +65,9 @@ def requeue(
     client.requeue(job)
     if listed is not None:
         try:
-            client.exclude(job, listed)
+            # Slurm 22.05 takes no update of a job that was shrunk before the database knows it, and waits for that
+            vain = shrunk and not client.settings().accounting
+            client.exclude(job, listed, within_s=VAIN_S if vain else None)
         except SlurmError as error:
             trouble.append(f"the excluded nodes could not be set: {error}")
     return "; ".join(trouble)

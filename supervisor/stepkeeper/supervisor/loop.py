@@ -262,7 +262,7 @@ class Supervisor:
                 self._start_bus(effect)
             case do.StopBus():
                 if self.bus is not None:
-                    self.bus.close(node_lost=self._has_lost(self.bus_nodes))
+                    self.bus.close(lost=self._lost_of(self.bus_nodes))
             case do.ChooseCheckpoint():
                 directory = setting.directory.checkpoints
                 checkpoints.choose(
@@ -453,11 +453,11 @@ class Supervisor:
         if self.bus is not None:
             self.bus.say(lines.Kill(launch=effect.launch))
         if self.launch is not None:
-            self.launch.kill(node_lost=self._has_lost(self.state.launch.nodes))
+            self.launch.kill(node_lost=bool(self._lost_of(self.state.launch.nodes)))
 
-    def _has_lost(self, nodes: tuple[str, ...]) -> bool:
-        """Tell whether one of some nodes is lost: srun then waits for the end of a task that nobody reports."""
-        return any(node in nodes for node, _ in self.state.nodes.lost)
+    def _lost_of(self, nodes: tuple[str, ...]) -> frozenset[str]:
+        """Return which of some nodes are lost: srun then waits for the end of a task that nobody reports."""
+        return frozenset(node for node, _ in self.state.nodes.lost if node in nodes)
 
     def _requeue(self, effect: do.Requeue) -> None:
         """Make the journal durable first: Slurm ends us within milliseconds of the requeue."""

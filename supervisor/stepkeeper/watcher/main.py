@@ -124,6 +124,8 @@ class Watcher:
         self.senses.close()
         if self.for_good:
             self._give_back_memory()
+        self.say(bus.Left(node=self.node))
+        self._flush()
         return 0
 
     def _hold_memory(self, where: str) -> None:

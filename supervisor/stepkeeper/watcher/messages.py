@@ -285,6 +285,12 @@ class StopSignalSent(_Line, frozen=True, kw_only=True, tag="told"):
     text: str
 
 
+class Left(_Line, frozen=True, kw_only=True, tag="left"):
+    """The last line of a watcher that was asked to quit."""
+
+    node: str
+
+
 class Note(_Line, frozen=True, kw_only=True, tag="note"):
     """Something for the log."""
 
@@ -307,6 +313,7 @@ FromWatcher = (
     | Paced
     | Lost
     | StopSignalSent
+    | Left
     | Note
 )
 

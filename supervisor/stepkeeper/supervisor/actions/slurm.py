@@ -81,7 +81,13 @@ def requeue(client: SlurmCommands, assignment: Assignment, ours: Lease, effect: 
                 new = slurm_requeue.resubmit(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
                 outcome, job_id = new.besides, new.job_id
             else:
-                outcome = slurm_requeue.requeue(client, assignment, exclude=effect.exclude, readmit=effect.readmit)
+                outcome = slurm_requeue.requeue(
+                    client,
+                    assignment,
+                    exclude=effect.exclude,
+                    readmit=effect.readmit,
+                    shrunk=bool(effect.keep),
+                )
                 job_id = None
         except SlurmError as error:
             # whatever refuses a new job (a limit, a filter) does so while this one is there

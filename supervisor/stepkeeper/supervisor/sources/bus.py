@@ -6,7 +6,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,7 +64,7 @@ class Paces:
 
 ERROR_CHARACTERS_MAX = 300
 KILLED = ((1.0, signal.SIGKILL),)
-LEFT = ((2.0, signal.SIGKILL),)  # assumed to be enough for all watchers but those of lost nodes
+LEAVE_WITHIN_S = 2.0  # assumed to be enough for all watchers but those of lost nodes
 LATE_AFTER_S = 2.5  # a watcher sends something every 2 s; until its node is told, it is silent for 3 s more (`slurmd`)
 # A rank's message -> the event that it becomes, with each field that both have: `test_bus_words` compares them.
 EVENTS: dict[type[words.FromRank], Any] = {
@@ -135,6 +135,8 @@ class Bus:
         self._clear_number = 0
         self._check_number = 0
         self._to_clear: do.ClearNodes | None = None
+        self._left: set[str] = set()  # nodes whose watcher ends
+        self._heard_of_end = threading.Event()
         self._peers: dict[str, Peer] = {}  # by node; its watcher, by the monotonic clock
         # nodes whose watcher was late at the last look, and when it had spoken
         self._late: dict[str, float] = {}
@@ -233,14 +235,14 @@ class Bus:
         for node, watcher in list(self._peers.items()):
             self._peers[node] = watcher.paused(seconds, now)
 
-    def close(self, *, node_lost: bool = False) -> None:
+    def close(self, *, lost: Collection[str] = ()) -> None:
         """Ask the watchers to leave, since the run leaves the nodes, and end the input.
 
         With a lost node srun would not end: it waits for the end of that watcher, which nobody reports.
         """
         self._close(for_good=True)
-        if node_lost:
-            self._inbox.run(Part.KILL, lambda: self._srun.end(LEFT), name=f"bus-{self.number}-kill")
+        if lost:
+            self._inbox.run(Part.KILL, lambda: self._end_without(lost), name=f"bus-{self.number}-kill")
 
     def abandon(self) -> None:
         """End srun of a bus that another one replaces; its watchers are ended by their successors."""
@@ -253,6 +255,14 @@ class Bus:
         self._srun.say(None)
 
     # --- threads ----------------------------------------------------------------------------------
+
+    def _end_without(self, lost: Collection[str]) -> None:
+        """End srun once all watchers but those of lost nodes have left, or had the time to."""
+        until = time.monotonic() + LEAVE_WITHIN_S
+        while not set(self._peers.copy()) - set(lost) <= self._left and time.monotonic() < until:
+            self._heard_of_end.wait(until - time.monotonic())
+            self._heard_of_end.clear()
+        self._srun.end(((0.0, signal.SIGKILL),))
 
     def _run(self, argv: list[str], environment: dict[str, str], after_s: float) -> None:
         """Start srun, read what it says until it ends, and report the end."""
@@ -331,6 +341,9 @@ class Bus:
                 self._on_stop_signal(message)
             case lines.Note():
                 self._note(message.node, message.text)
+            case lines.Left():
+                self._left.add(message.node)
+                self._heard_of_end.set()
             case lines.Alive():
                 pass  # its arrival is what counts
 

@@ -1,4 +1,4 @@
-"""A look at the node that is begun when the ranks are killed serves the launch that follows, and nothing else."""
+"""A look at the node that is begun ahead serves the launch that follows, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from stepkeeper.watcher import checks as looking
 from stepkeeper.watcher import messages as bus
 from stepkeeper.watcher.checks import NodeChecks
+from tests.supervisor.assignments import assigned
 
 LONG_S = 600.0
 
@@ -27,9 +28,13 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def ask(checking: NodeChecks, *, free_bytes: int = 0, behind_s: float = 0.0) -> tuple[str, ...]:
+def made(directory: Path, *, fresh_s: float = LONG_S, free_bytes_min: int = 0) -> NodeChecks:
+    return NodeChecks(assigned(directory, free_bytes_min=free_bytes_min), fresh_s=fresh_s)
+
+
+def ask(checking: NodeChecks, *, behind_s: float = 0.0) -> tuple[str, ...]:
     now = time.time()
-    wanted = bus.Clear(launch=1, at=now + behind_s, free_bytes=free_bytes)
+    wanted = bus.Clear(launch=1, at=now + behind_s)
     return checking.report(wanted, now).problems
 
 
@@ -42,7 +47,7 @@ def look_ahead_of_a_loss(checking: NodeChecks, directory: Path) -> None:
 
 
 def test_a_look_begun_ahead_is_used_once(directory: Path) -> None:
-    checking = NodeChecks(directory, fresh_s=LONG_S)
+    checking = made(directory)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
 
@@ -51,35 +56,33 @@ def test_a_look_begun_ahead_is_used_once(directory: Path) -> None:
 
 
 def test_an_old_look_is_not_used(directory: Path) -> None:
-    checking = NodeChecks(directory, fresh_s=0.0)
+    checking = made(directory, fresh_s=0.0)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
     assert len(ask(checking)) == 1
 
 
-def test_a_look_for_other_wishes_is_not_used(directory: Path) -> None:
-    checking = NodeChecks(directory, fresh_s=LONG_S)
-    assert ask(checking) == ()
+def test_a_look_before_the_first_launch_serves_it(directory: Path) -> None:
+    checking = made(directory)
     look_ahead_of_a_loss(checking, directory)
-    assert len(ask(checking, free_bytes=1)) == 1
+    assert ask(checking) == ()
+
+
+def test_what_a_launch_wants_of_the_storage_is_looked_at(directory: Path) -> None:
+    (problem,) = ask(made(directory, free_bytes_min=2**62))
+    assert "free" in problem
 
 
 def test_the_clock_is_compared_at_the_question_whenever_the_rest_was_looked_at(directory: Path) -> None:
-    checking = NodeChecks(directory, fresh_s=LONG_S)
+    checking = made(directory)
     assert ask(checking) == ()
     checking.begin()
     (problem,) = ask(checking, behind_s=LONG_S)
     assert problem.startswith("clock: ")
 
 
-def test_nobody_looks_ahead_of_the_first_launch(directory: Path) -> None:
-    checking = NodeChecks(directory)
-    checking.begin()
-    assert checking._ahead is None
-
-
 def test_a_node_that_takes_no_part_leaves_the_look_to_the_launch(directory: Path) -> None:
-    checking = NodeChecks(directory, fresh_s=LONG_S)
+    checking = made(directory)
     assert ask(checking) == ()
     look_ahead_of_a_loss(checking, directory)
     now = time.time()

@@ -145,6 +145,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         nonce=secrets.token_hex(8),
         started_at=clock.now(),
         stop_signal=settings.policy.stop_signal,
+        gpus_per_node=allocation.gpus_per_node,
+        free_bytes_min=int(settings.free_gib_min * 2**30),
         words=tuple(sys.argv[1:]),
         batch=batch,
     )
@@ -163,8 +165,6 @@ def _supervise(arguments: argparse.Namespace) -> int:
         ),
         lease=lease,
         policy=settings.policy,
-        gpus_per_node=allocation.gpus_per_node,
-        free_bytes_min=int(settings.free_gib_min * 2**30),
         notify_command=settings.notify_command,
         repair_pointers=settings.repair_pointers,
         standby_imports=attempt.standby_imports(settings),

@@ -72,8 +72,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     job: launch.Job
     lease: Lease
     policy: Policy
-    gpus_per_node: int | None = None  # that a node must have before a launch
-    free_bytes_min: int = 0  # that the storage must have before a launch
     notify_command: str | None = None
     reading: Limits = Limits()
     repair_pointers: bool = False  # of the script's framework, before each launch
@@ -276,7 +274,7 @@ class Supervisor:
                 self.storage_test = checkpoints.test_storage(directory, effect, within_s=within_s, inbox=self.inbox)
             case do.ClearNodes():
                 if self.bus is not None:
-                    self.bus.clear(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
+                    self.bus.clear(effect)
             case do.AskUncleared():
                 if self.bus is not None:
                     self.bus.report_uncleared(effect.launch)
@@ -309,7 +307,7 @@ class Supervisor:
                 slurm.release(self.client, setting.assignment.slurm_name, effect.keep, inbox=self.inbox)
             case do.CheckNodes():
                 if self.bus is not None:
-                    self.bus.check(effect, gpus=setting.gpus_per_node, free_bytes=setting.free_bytes_min)
+                    self.bus.check(effect)
             case do.AskIdleNodes():
                 slurm.query_idle_nodes(self.client, setting.assignment.slurm_name, effect, inbox=self.inbox)
             case do.AskSlurm():

@@ -1,8 +1,8 @@
 """Whether a launch may start on this node: looked at when asked, or already while the ranks before it are ended.
 
-A look starts processes and asks the driver: most of the time between two launches.  So it begins with the word to kill
-the ranks, and serves the launch that follows at once.  A launch that comes later, or a second question, has a look of
-its own.
+A look starts processes and asks the driver: most of the time between two launches.  So it begins with the attempt, or
+with the word to kill the ranks, and serves the launch that follows at once.  A launch that comes later, or a second
+question, has a look of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class _Look:
     """One look at GPUs and storage, on a thread of its own."""
 
     def __init__(self, wanted: checks.Wanted) -> None:
-        self.wanted = wanted
+        self._wanted = wanted
         self.began = time.monotonic()
         self._report: checks.Report | None = None
         self._thread = threading.Thread(target=self._run, name="checks ahead", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._report = checks.run_checks(self.wanted, within_s=CHECKS_WITHIN_S)
+        self._report = checks.run_checks(self._wanted, within_s=CHECKS_WITHIN_S)
 
     def report(self) -> checks.Report | None:
         """Wait for what was found; None where the look itself failed."""
@@ -43,26 +43,31 @@ class _Look:
 class NodeChecks:
     """The looks at one node."""
 
-    def __init__(self, directory: Path, *, gpus: tuple[str, ...] | None = None, fresh_s: float = FRESH_S) -> None:
-        """Look at the node with this run directory.
+    def __init__(
+        self, assignment: bus.Assignment, *, gpus: tuple[str, ...] | None = None, fresh_s: float = FRESH_S
+    ) -> None:
+        """Do nothing yet.
 
         Args:
-            directory: the run directory.
+            assignment: what a launch wants of each node.
             gpus: where the job's GPUs sit; None: not known, so all count.
             fresh_s: how old a look may be that was begun ahead.
         """
-        self._directory = directory
-        self._gpus = gpus
+        self._wanted = checks.Wanted(
+            gpus_min=assignment.gpus_per_node or 0,
+            gpus_held=gpus,
+            writable=(Path(assignment.run_directory),),
+            free_bytes=assignment.free_bytes_min,
+        )
         self._fresh_s = fresh_s
         self._lock = threading.Lock()
-        self._usual: checks.Wanted | None = None  # what the newest launch wanted
         self._ahead: _Look | None = None
 
     def begin(self) -> None:
-        """The ranks are being ended: look by what the launch before wanted, if there was one."""
+        """A launch comes soon: look already."""
         with self._lock:
-            if self._usual is not None and (self._ahead is None or self._is_old(self._ahead)):
-                self._ahead = _Look(self._usual)
+            if self._ahead is None or self._is_old(self._ahead):
+                self._ahead = _Look(self._wanted)
 
     def report(self, asked: bus.Clear | bus.Check, heard_at: float) -> checks.Report:
         """Return whether the node is fit.
@@ -77,27 +82,18 @@ class NodeChecks:
             nvml=False, reference_time=asked.at + (time.time() - heard_at), clock_offset_s=CLOCK_OFFSET_MAX_S
         )
         now = checks.run_checks(clock, within_s=CHECKS_WITHIN_S)
-        wanted = checks.Wanted(
-            gpus_min=asked.gpus or 0,
-            gpus_held=self._gpus,
-            writable=(self._directory,),
-            free_bytes=asked.free_bytes,
-        )
-        found = self._take(wanted) if isinstance(asked, bus.Clear) else None
+        found = self._take() if isinstance(asked, bus.Clear) else None
         if found is None:
-            found = checks.run_checks(wanted, within_s=CHECKS_WITHIN_S)
+            found = checks.run_checks(self._wanted, within_s=CHECKS_WITHIN_S)
         return msgspec.structs.replace(
             found, problems=(*now.problems, *found.problems), warnings=(*now.warnings, *found.warnings)
         )
 
-    def _take(self, wanted: checks.Wanted) -> checks.Report | None:
-        """Return what was found ahead: once, and only where it is fresh and answers this question."""
+    def _take(self) -> checks.Report | None:
+        """Return what was found ahead: once, and only where it is fresh."""
         with self._lock:
-            self._usual = wanted
             ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.wanted != wanted or self._is_old(ahead):
-            return None
-        return ahead.report()
+        return None if ahead is None or self._is_old(ahead) else ahead.report()
 
     def _is_old(self, look: _Look) -> bool:
         return time.monotonic() - look.began > self._fresh_s

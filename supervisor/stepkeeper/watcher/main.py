@@ -108,6 +108,8 @@ class Watcher:
         switches = bus.switches_above(os.environ.get("SLURM_TOPOLOGY_ADDR", ""), self.node)[:SWITCHES_CHARACTERS_MAX]
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True, switches=switches))
         self.senses.start()
+        if self.assignment.bus <= 1:  # the first watchers of an attempt come before a launch
+            self.senses.look_ahead()
         stalls = Stalls(time.monotonic())
         while not self.quit:
             wait_s = self._wait_s()

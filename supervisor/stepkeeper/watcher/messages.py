@@ -59,8 +59,6 @@ class Clear(_Line, frozen=True, kw_only=True, tag="clear"):
     launch: int
     number: int = 0  # of this request: the answer has it too
     at: float | None = None  # the supervisor's clock, Unix seconds; None: of a version that knew no checks
-    gpus: int | None = None  # that each node must have
-    free_bytes: int = 0  # that the run directory's storage must have
 
 
 class Check(_Line, frozen=True, kw_only=True, tag="check"):
@@ -68,9 +66,7 @@ class Check(_Line, frozen=True, kw_only=True, tag="check"):
 
     node: str
     number: int
-    at: float  # as in `Clear`, like those that follow
-    gpus: int | None = None
-    free_bytes: int = 0
+    at: float  # as in `Clear`
 
 
 class Look(_Line, frozen=True, kw_only=True, tag="look"):
@@ -366,6 +362,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     words: tuple[str, ...] = ()  # the supervisor's own command line
     batch: bool = True  # false: nothing of the job can be requeued or submitted again
     stop_signal: str = "TERM"  # for ranks without the trainer library
+    gpus_per_node: int | None = None  # that a node must have before a launch; None: any number
+    free_bytes_min: int = 0  # that the run directory's storage must have before a launch
     bus: int = 0  # the higher one takes over from the lower
 
     @property

@@ -95,18 +95,20 @@ class NodeSensors:
 
     def check(self, wanted: bus.Clear | bus.Check) -> None:
         """Look whether a launch may start here; `Fitness` comes."""
+        work = (self._checking(), wanted, time.time())
+        threading.Thread(target=self._check, args=work, name="checks", daemon=True).start()
+
+    def look_ahead(self) -> None:
+        """A launch comes soon: look already whether it may start here."""
+        self._checking().begin()
+
+    def _checking(self) -> NodeChecks:
         if self._checks is None:
             # imported now: a watcher that checks nothing stays small
             from stepkeeper.watcher.checks import NodeChecks  # noqa: PLC0415
 
-            self._checks = NodeChecks(Path(self._assignment.run_directory), gpus=self._gpus.addresses)
-        work = (self._checks, wanted, time.time())
-        threading.Thread(target=self._check, args=work, name="checks", daemon=True).start()
-
-    def look_ahead(self) -> None:
-        """The ranks are being ended: look already whether the next launch may start here."""
-        if self._checks is not None:  # no launch was asked for before: nobody knows what it would want
-            self._checks.begin()
+            self._checks = NodeChecks(self._assignment, gpus=self._gpus.addresses)
+        return self._checks
 
     def look(self, why: str) -> None:
         """Have the agent look; without one the next checks do."""

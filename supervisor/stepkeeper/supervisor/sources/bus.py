@@ -158,21 +158,19 @@ class Bus:
         """Expect a launch; `LaunchBegan` comes when so many tasks have started."""
         self._expected = (launch, tasks)
 
-    def clear(self, wanted: do.ClearNodes, *, gpus: int | None, free_bytes: int) -> None:
+    def clear(self, wanted: do.ClearNodes) -> None:
         """Have the nodes cleared and looked at; `NodesCleared` comes when all of them confirmed."""
         self._cleared = {}
         self._to_clear = wanted
         self._clear_number += 1
         number = self._clear_number
-        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time(), gpus=gpus, free_bytes=free_bytes))
+        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time()))
 
-    def check(self, wanted: do.CheckNodes, *, gpus: int | None, free_bytes: int) -> None:
+    def check(self, wanted: do.CheckNodes) -> None:
         """Have nodes looked at that take no part; `NodesChecked` comes from each."""
         self._check_number += 1
         for node in wanted.nodes:
-            self.say(
-                lines.Check(node=node, number=self._check_number, at=time.time(), gpus=gpus, free_bytes=free_bytes)
-            )
+            self.say(lines.Check(node=node, number=self._check_number, at=time.time()))
 
     def readers(self) -> set[str]:
         """Return the nodes whose watcher answers and can read shards of step directories."""

@@ -120,10 +120,8 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     index, word = _word(state, said.node, row, count)
     again = before is not None and _same(before.step, step)
     back = before is not None and before.stepped_back
-    # a snapshot is newer than the newest step directory
-    begun_from = state.launch.snapshot if state.launch.snapshot is not None else state.resume.step
     # the first step from a state was wrong, twice: the state is, though its own loss was a number
-    poisoned = again and cause is Cause.NUMERICAL and step is not None and begun_from == step - 1
+    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.begun_from == step - 1
     if again and (cause in IN_A_STATE or poisoned) and (state.resume.directory or state.launch.snapshot is not None):
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
@@ -228,9 +226,9 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if wrong_at is not None or state.launch.snapshot is not None:
         # what a tier has newer may hold the wrong loss, and its data; or the snapshot itself is wrong
         state = replace(state, resume=replace(state.resume, went_back=True))
-    if state.resume.step is None:
+    below = wrong_at if wrong_at is not None else state.begun_from
+    if state.resume.step is None or below is None:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.START_OVER)))
-    below = wrong_at if wrong_at is not None else max(state.resume.step, state.launch.snapshot or 0)
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
     return roll_back_below(state, at, below, why, policy, suspect=case.cause is Cause.NUMERICAL)

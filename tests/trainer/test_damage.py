@@ -28,6 +28,7 @@ from stepkeeper_trainer.formats.reading import Reading
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.formats.verify import CACHE_NAME, Cache, verify
 from stepkeeper_trainer.load.reader import CheckedReader, load
+from tests.trainer.flipping import flip
 from tests.trainer.steps_by_dcp import commit, save, stock_load
 
 CHUNK = 16 * 1024
@@ -58,14 +59,6 @@ def run(tmp_path: Path) -> Path:
         record = lineage.Commit(at=1.0, step=step, save_id=f"{step:032x}", parent=parent, directory=directory.name)
         lineage.append(tmp_path, record)
     return tmp_path
-
-
-def flip(path: Path, at: int, bit: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        [value] = file.read(1)
-        file.seek(at)
-        file.write(bytes([value ^ bit]))
 
 
 def place(step: Path, name: str) -> tuple[Path, int, int]:

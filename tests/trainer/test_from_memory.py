@@ -11,7 +11,8 @@ from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, read_manifest
 from stepkeeper_trainer.formats.metadata import METADATA_NAME, parse
 from stepkeeper_trainer.load.from_memory import EXTENTS_MAX, SENT_BYTES_MAX, agree, why_not
 from stepkeeper_trainer.tiers.tier import writer_of
-from tests.trainer.test_load import flip, ranks
+from tests.trainer.flipping import flip
+from tests.trainer.test_load import ranks
 
 WORLD = 2
 

@@ -16,6 +16,7 @@ import pytest
 
 from stepkeeper_trainer.formats import steps
 from stepkeeper_trainer.formats.manifest import MANIFEST_NAME, seal, unseal
+from tests.trainer.flipping import flip
 from tests.trainer.ranks import Ranks, finish, losses
 
 WORLD = 2
@@ -126,9 +127,7 @@ def test_what_was_loaded_in_part_is_never_trained_on(tmp_path: Path, memory: Pat
         ranks.until(lambda: max(held(ranks), default=0) >= 3)
         kill(ranks)
     for file in memory.glob("stepkeeper-*/run.*/checkpoints/step_*/__1_0.distcp"):
-        data = bytearray(file.read_bytes())
-        data[12_000_000] ^= 1
-        file.write_bytes(data)
+        flip(file, 12_000_000)
     with Ranks(WORLD, run, LATEST, *model, every=1000, of_rank=of_rank) as ranks:
         assert 0 not in ranks.wait(), ranks.output()
         assert "the snapshot is removed, start the training again" in ranks.output()
@@ -200,9 +199,7 @@ def test_a_flipped_byte_is_found_and_what_is_on_disk_counts(
 ) -> None:
     step = kill_between(tmp_path, memory, nodes=2)
     [file] = of_node(memory, 1)[0].glob("__1_0.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file, file.stat().st_size // 2)
     said = resume(tmp_path, memory, nodes=2)
     assert re.search(rf"local_part_failed step={step} .*bytes of chunk 0 .* are wrong", said), said
     assert f"local_step_incomplete step={step}" in said
@@ -241,10 +238,8 @@ def test_a_copy_that_is_damaged_is_not_taken_and_the_snapshot_before_it_counts(
     step = kill_between(tmp_path, memory, nodes=2, **peers)
     shutil.rmtree(of_node(memory, 1)[0].parents[1])
     [copy] = of_node(memory, 0)[0].glob("__1_0.distcp")
-    data = bytearray(copy.read_bytes())
-    data[len(data) // 2] ^= 1
     copy.chmod(0o600)
-    copy.write_bytes(data)
+    flip(copy, copy.stat().st_size // 2)
     said = resume(tmp_path, memory, nodes=2, **peers)
     assert re.search(rf"snapshot_not_sent step={step} nodes=1 why=.*__1_0.distcp", said), said
     assert f"local_step_incomplete step={step}" in said

@@ -25,6 +25,7 @@ from stepkeeper_trainer.load.reader import CheckedReader, load
 from stepkeeper_trainer.load.worker import Limits, Wanted, fill
 from tests.ports import reserve
 from tests.trainer import warm
+from tests.trainer.flipping import flip
 from tests.trainer.fsdp import needs_fsdp
 from tests.trainer.memory import peak_growth
 from tests.trainer.ranks import Ranks, finish, losses
@@ -78,14 +79,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def empty_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        [value] = file.read(1)
-        file.seek(at)
-        file.write(bytes([value ^ 1]))
 
 
 LIMITS = [Limits(threads=1), Limits(threads=5), Limits(memory_bytes=1)]

@@ -28,6 +28,7 @@ from stepkeeper_trainer.formats.verify import (
     verify_shard,
 )
 from tests import dcp_files
+from tests.trainer import flipping
 from tests.trainer.memory import peak_growth
 
 CHUNK = 64 * 1024
@@ -73,14 +74,10 @@ def _age(path: Path) -> None:
     os.utime(path, (LONG_AGO, LONG_AGO))
 
 
-def flip(path: Path, at: int, bit: int = 1) -> None:
+def flip(path: Path, at: int) -> None:
     """Change a byte in place, and put the times that a program can set back."""
     before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        [value] = file.read(1)
-        file.seek(at)
-        file.write(bytes([value ^ bit]))
+    flipping.flip(path, at)
     put_back(path, before)
 
 

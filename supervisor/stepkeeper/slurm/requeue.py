@@ -25,7 +25,7 @@ from stepkeeper.slurm.jobs import SlurmCommands, call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
-VAIN_S = 1.0  # newer versions answer at once
+UNKNOWN_S = 1.0  # Slurm itself waits for 5 s; newer versions answer at once
 AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
 
 
@@ -65,11 +65,11 @@ def requeue(
     client.requeue(job)
     if listed is not None:
         try:
-            # Slurm 22.05 takes no update of a job that was shrunk before the database knows it, and waits for that
-            vain = shrunk and not client.settings().accounting
-            client.exclude(job, listed, within_s=VAIN_S if vain else None)
+            # an update of a job that was shrunk waits in Slurm 22.05 until the database knows the job, or it is pending
+            unknown = shrunk and not client.settings().accounting
+            client.exclude(job, listed, within_s=UNKNOWN_S if unknown else None)
         except SlurmError as error:
-            trouble.append(f"the excluded nodes could not be set: {error}")
+            trouble.append(f"Slurm has not confirmed the excluded nodes: {error}")
     return "; ".join(trouble)
 
 

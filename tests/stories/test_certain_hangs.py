@@ -38,6 +38,8 @@ def test_a_rank_that_cannot_go_on_is_not_waited_for(lab: Lab, reference: Trainin
     assert seen.sure_s > 1000
     (said,) = [record.event for record in training.events(on.Judged)]
     assert (said.cause, said.rank, said.rule) == (Cause.HANG, 1, "progress-silence"), training.story()
+    began = [record.event.warm for record in training.events(on.LaunchBegan)]
+    assert began == [0, 2], "what imports torch for the relaunch begins at the first of the two looks"
     assert_complete(training, reference)
 
 

@@ -81,7 +81,7 @@ def resume(
     if own is None and memory.failed and tiering is not None:
         tiering.forget_snapshots()
         raise DamagedError(
-            f"{memory.failed}; parts of that snapshot are in the model already, and no step directory is whole: the "
+            f"{memory.failed}; parts of that snapshot may be in the model already, and no step directory is whole: the "
             "snapshot is removed, start the training again"
         )
     if isinstance(own, Loaded):

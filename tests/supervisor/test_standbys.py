@@ -174,6 +174,51 @@ def test_a_rank_that_runs_in_one_is_not_ended_by_a_suspicion(seldom, told, tmp_p
     seldom.look(ASLEEP, training())
     told.wait("standby_ready")
     place = seldom.variables(1, NODES)[standbys.VARIABLE].replace("%N", "n1")
+    pid, _held = take(place, tmp_path)
+
+    seldom.look(step(2, 1), training(1))
+    seldom.look(ASLEEP, training(1))
+    told.lines.clear()
+    told.wait("standby_ready")
+
+    assert seldom.variables(2, NODES)[standbys.VARIABLE].replace("%N", "n1") != place
+    assert Path(f"/proc/{pid}/cmdline").read_bytes(), "the rank that sleeps may go on yet"
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["waits", "is a rank"])
+def test_a_kill_for_lack_of_memory_is_the_launchs_where_its_rank_is_killed(fake, told, tmp_path, taken):
+    """Who only waits is killed first, and says nothing of the training."""
+    said = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.2. Some of the step tasks have been OOM Killed."
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(
+        SRUN.replace(
+            "SLURMD_NODENAME",
+            f"((while [ ! -e {tmp_path}/oom ]; do sleep 0.02; done; echo '{said}' >&2) &)\nSLURMD_NODENAME",
+        )
+    )
+    theirs = fake(job(tmp_path), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    theirs.look(step(1), training())
+    told.wait("standby_ready")
+    place = theirs.variables(1, NODES)[standbys.VARIABLE].replace("%N", "n1")
+    log = tmp_path / "logs" / "attempt-000" / "launch-001" / launch.SRUN_LOG
+    log.parent.mkdir(parents=True)
+    if taken:
+        take(place, tmp_path)
+        told.wait("standby_taken")
+
+    (tmp_path / "oom").touch()
+
+    beside = log.parent.parent / standbys.LOG
+    limit = time.monotonic() + WITHIN_S
+    while not (beside.exists() and said in beside.read_text()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    theirs.close()
+    assert log.exists() == taken
+
+
+def take(place, tmp_path):
+    """Have a standby become a rank that runs, and return its pid and what holds it."""
     script, up = tmp_path / "train.py", tmp_path / "up"
     script.write_text(f"import time\nopen({str(up)!r}, 'w').close()\ntime.sleep(600)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_LOCALID": "0"}
@@ -184,14 +229,7 @@ def test_a_rank_that_runs_in_one_is_not_ended_by_a_suspicion(seldom, told, tmp_p
     while not up.exists():
         assert time.monotonic() < limit
         time.sleep(0.02)
-
-    seldom.look(step(2, 1), training(1))
-    seldom.look(ASLEEP, training(1))
-    told.lines.clear()
-    told.wait("standby_ready")
-
-    assert seldom.variables(2, NODES)[standbys.VARIABLE].replace("%N", "n1") != place
-    assert Path(f"/proc/{pid}/cmdline").read_bytes(), "the rank that sleeps may go on yet"
+    return pid, taken
 
 
 def starting(*usable: str, wanted: int = 1) -> State:

@@ -365,10 +365,10 @@ class _Step:
             self._log.warning(name, node=said.node, slot=said.slot, why=redact(said.why))
 
     def _on_word(self, text: str) -> None:
-        """Keep what srun and the standbys say; what is of memory belongs to the launch whose ranks are in this step."""
+        """Keep what srun and the standbys say; what is of memory is the launch's, if its ranks are in this step."""
         self._words.write(text + "\n")
         self._error = text[:ERROR_CHARACTERS_MAX]
-        if _OOM in text.lower():
+        if _OOM in text.lower() and self._taken:
             path = RunDirectory(self._job.run_directory).logs(self._job.attempt, self._launch) / SRUN_LOG
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")  # a full disk: the exit by SIGKILL is reported all the same

@@ -301,9 +301,9 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.NodesReleased(error=error):
             return f"the nodes that were left {f'stay in the job: {error}' if error else 'are given back'}"
         case r.Suspected(nodes=nodes, rank=None):
-            return f"no message from the watchers of {_all(nodes)}: the next launch is prepared without these nodes"
+            return f"the watchers of {_all(nodes)} are late"
         case r.Suspected(nodes=nodes, rank=rank):
-            return f"rank {rank} on {_all(nodes)} does nothing at the first of two looks: the next launch is prepared"
+            return f"rank {rank} on {_all(nodes)} does nothing at the first of two looks"
         case r.NodesLost(nodes=nodes, error=error):
             return f"no watcher answers on {_all(nodes)}, so the nodes count as lost{f' ({error})' if error else ''}"
         case r.NodeUnfit(node=node, text=said, again=again):

@@ -183,21 +183,23 @@ class Keeper:
 
     def _on_spare(self) -> None:
         """Read that it is ready, or that it cannot be; a wrapper may wait for that."""
-        assert self.spare is not None, "its channel is watched while there is one"
+        if self.spare is None:
+            return  # ended by what came in the same moment
         said: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, RefusedError):  # gone: as if it had said nothing
             said = json.loads(read_line(self.spare.channel))
         self.spare.ready = bool(said.get("ready"))
         if not self.spare.ready:
-            self._end_spare("its import failed")
+            self._end_spare(str(said.get("why", "it ended")))
         of = int(self.born.get("SLURM_NTASKS", "1"))
         report(
             {"standby": "ready", "of": of, **said}
             if said.get("ready")
             else {"standby": "gone", "why": "it ended", **said}
         )
-        if self.waiting is not None:
-            waiting = self._waits_no_more(self.waiting)
+        waiting = self._drop_gone()
+        if waiting is not None:
+            self._waits_no_more(waiting)
             self._answer(waiting.conn, waiting.wanted)
 
     def _end_spare(self, why: str) -> None:
@@ -240,8 +242,14 @@ class Keeper:
 
     def _on_waiting(self) -> None:
         """A wrapper that waits says nothing: it is gone, and the spare is for the next one."""
-        assert self.waiting is not None, "it is watched while it waits"
-        self._waits_no_more(self.waiting).conn.close()
+        if self.waiting is not None:
+            self._waits_no_more(self.waiting).conn.close()
+
+    def _drop_gone(self) -> Waiting | None:
+        """Return the wrapper that waits, where it has not ended."""
+        if self.waiting is not None and is_gone(self.waiting.conn):
+            self._on_waiting()
+        return self.waiting
 
     def _hand_over(self, conn: socket.socket, wanted: bytes) -> None:
         """Let the spare become a rank; it runs nothing before the wrapper has said `go`.
@@ -256,7 +264,8 @@ class Keeper:
         spare = self._fit(json.loads(wanted))
         if not spare.ready:
             conn.sendall(line({"importing": IMPORTED_WITHIN_S}))
-            spare.channel.sendall(HURRY)
+            with contextlib.suppress(OSError):  # it has just ended, as its channel says next
+                spare.channel.sendall(HURRY)
             self.waiting = Waiting(conn, wanted)
             self.selector.register(conn, selectors.EVENT_READ, self._on_waiting)
             return
@@ -291,7 +300,7 @@ class Keeper:
         """Return the spare, where it can become what is wanted.  Raises `RefusedError`."""
         if self.rank or self.leaving:
             raise RefusedError("the rank before has not ended" if self.rank else "the standby is about to leave")
-        if self.waiting is not None:
+        if self._drop_gone() is not None:
             raise RefusedError("another rank waits for it")
         # a rank's own Python says which one it is, whatever name it was started by
         own = [sys.executable, *self.prefix[1:]] if wanted["executable"] else self.prefix
@@ -512,6 +521,16 @@ def read_go(sock: socket.socket) -> list[int]:
             os.close(file)
         raise RefusedError("nobody said go")
     return list(files)
+
+
+def is_gone(sock: socket.socket) -> bool:
+    """Tell whether the other side has ended."""
+    if not select.select([sock], [], [], 0)[0]:
+        return False
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
 
 
 def peer(sock: socket.socket) -> int:

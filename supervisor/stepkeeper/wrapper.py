@@ -16,6 +16,7 @@ Where it is not us who start the rank (torchrun, a user's own srun line), its Py
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -185,14 +186,22 @@ class Standby:
         sock.sendall(request)
         answer = json.loads(self._line())
         if "importing" in answer:  # it has begun before us, so a rank that starts now would not be quicker
-            sock.settimeout(float(answer["importing"]) + HAND_OVER_WITHIN_S)
+            self._wait_for_import(float(answer["importing"]) + HAND_OVER_WITHIN_S)
             answer = json.loads(self._line())
-            sock.settimeout(HAND_OVER_WITHIN_S)
         if "pid" not in answer:
             raise ValueError(answer.get("refused", "it cannot"))
         socket.send_fds(sock, [b"go\n"], [0, 1, 2])
         sock.settimeout(None)
         return int(answer["pid"])
+
+    def _wait_for_import(self, within_s: float) -> None:
+        """Wait for the next answer, as long as no signal is held back for the rank.  Raises ValueError."""
+        until = time.monotonic() + within_s
+        while b"\n" not in self._unread and not select.select([self._connection], [], [], 0.2)[0]:
+            if signal.sigpending() & set(PASSED_ON):
+                raise ValueError("a signal came while it imported")
+            if time.monotonic() > until:
+                raise ValueError("it does not answer")
 
     def _line(self) -> bytes:
         while b"\n" not in self._unread:

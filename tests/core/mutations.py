@@ -297,7 +297,7 @@ MUTATIONS = (
         "nodes_that_fail",
     ),
     Mutation(
-        "recovery._roll_back", one_more, "begun_from", "a rollback goes back", "same_step_twice_steps_back", "again"
+        "recovery._roll_back", one_more, "step", "a rollback goes back", "same_step_twice_steps_back", "again", nth=3
     ),
     Mutation(
         "phases.leave_out",

@@ -77,7 +77,7 @@ MEANINGS = {
     "standby_ended": "the Slurm step of the warm standbys is over; the next launch starts its ranks without them",
     "part_failed": "a part failed that training can do without; training continues: please report it",
     "standby_gone": "one process that was to wait for the next launch cannot, and why",
-    "standby_impossible": "`warm_standby` has no effect with this CMD, and why",
+    "standby_impossible": "`--warm-standby` has no effect with this CMD, and why",
     "standby_of_torchrun_ready": "on so many nodes a process waits to be torchrun; the memory of the largest",
     "standby_refused": "one process that waits does not become the rank that asked, which starts as usual, and why",
     "standby_ready": "so many processes wait for the next launch; the memory of the largest",

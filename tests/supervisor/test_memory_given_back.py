@@ -69,10 +69,12 @@ def test_the_end_of_the_run_gives_memory_back_and_all_else_leaves_it_to_a_relaun
             else:
                 watcher.kill()
             watcher.wait(WITHIN_S)
+            last = watcher.stdout.read().splitlines()[-1:]
         finally:
             watcher.kill()
             for each in later:
                 let_go(each)
+    assert (last == [bus.encode(bus.Left(node="n1")).strip()]) == (ends != "killed"), "srun is ended then"
     given_back = ends in ("for good", "left")
     assert own.is_dir() != given_back
     assert bool(os.listdir(shm)) != given_back

@@ -47,6 +47,7 @@ class Slurm:
         self._called("exclude", job, tuple(nodes), *([within_s] if within_s else []))
 
     def settings(self):
+        self._called("settings")
         return ClusterSettings(kill_wait_s=10.0, version="22.05.8", accounting=self.accounting)
 
     def keep(self, job, nodes):
@@ -100,6 +101,14 @@ def test_a_faulty_node_is_added_and_one_whose_time_is_over_taken_off(assignment)
 
     assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n2"))]
     assert said == ""
+
+
+def test_a_controller_that_does_not_show_its_settings_is_asked_to_exclude_nodes_all_the_same(assignment):
+    slurm = Slurm(refuses={"settings"})
+
+    assert slurm_requeue.requeue(slurm, assignment, exclude=["n2"], shrunk=True) == ""
+
+    assert slurm.called[-2:] == [("requeue", "7"), ("exclude", "7", ("n8", "n9", "n2"))]
 
 
 @pytest.mark.parametrize(("shrunk", "accounting"), [(True, False), (True, True), (False, False)])

@@ -313,9 +313,7 @@ def importing(site):
 def test_a_wrapper_waits_for_a_spare_that_imports_and_that_leaves_out_what_is_for_later(site):
     """It has begun before: a rank that starts anew would not be quicker."""
     keeper, done = importing(site)
-    script = site.script(HAS_DYNAMO)
-    first = site.wrapper(script)
-    until(lambda: waits(keeper, 1), "a wrapper that waits")
+    first = waiting(site, keeper)
 
     done.touch()
 
@@ -324,22 +322,55 @@ def test_a_wrapper_waits_for_a_spare_that_imports_and_that_leaves_out_what_is_fo
     say(keeper, "prepare")
     assert heard(keeper)["standby"] == "ready"  # of the first
     assert heard(keeper)["standby"] == "ready"
-    assert site.wrapper(script).communicate(timeout=WITHIN_S) == (f"{keeper.pid} True\n", "")
+    again = site.wrapper(site.script(HAS_DYNAMO))
+    assert again.communicate(timeout=WITHIN_S) == (f"{keeper.pid} True\n", "")
 
 
 def test_a_wrapper_that_is_killed_while_it_waits_leaves_the_spare_to_the_next(site):
     keeper, done = importing(site)
-    script = site.script(HAS_DYNAMO)
-    first = site.wrapper(script)
-    until(lambda: waits(keeper, 1), "a wrapper that waits")
-    first.kill()
+    waiting(site, keeper).kill()
     until(lambda: waits(keeper, 0), "its end")
-    second = site.wrapper(script)
-    until(lambda: waits(keeper, 1), "the next")
+    second = waiting(site, keeper)
 
     done.touch()
 
     assert second.communicate(timeout=WITHIN_S) == (f"{keeper.pid} False\n", "")
+
+
+def test_a_signal_for_the_rank_ends_the_wait_of_its_own_python(site):
+    """Signals are held back meanwhile; torchrun ends its workers by one, and waits."""
+    keeper, _ = importing(site)
+    process = site.rank(site.script("print('ran')"))
+    until(lambda: waits(keeper, 1), "a rank that waits")
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(WITHIN_S) == -signal.SIGTERM
+    assert "a signal came while it imported" in process.stderr.read()
+
+
+def test_a_wrapper_and_the_import_may_end_in_the_same_moment(site):
+    """A keeper that was held up finds both at once; the spare is for the next wrapper."""
+    keeper, done = importing(site)
+    gone = waiting(site, keeper)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    gone.kill()
+    gone.wait(WITHIN_S)
+    done.touch()
+    (spare,) = children_of(keeper.pid)
+    until(lambda: says_ready(spare), "the spare")
+
+    os.kill(keeper.pid, signal.SIGCONT)
+
+    assert heard(keeper)["standby"] == "ready"
+    assert site.wrapper(site.script(HAS_DYNAMO)).communicate(timeout=WITHIN_S) == (f"{keeper.pid} False\n", "")
+
+
+def says_ready(spare):
+    """Tell whether a spare has said all, and reads."""
+    return Path(f"/proc/{spare}/wchan").read_text().startswith(("unix_stream", "sk_wait", "wait_woken", "do_wait")) or (
+        Path(f"/proc/{spare}/syscall").read_text().split()[0] in ("45", "47")
+    )
 
 
 @pytest.mark.parametrize("how", ["time is up", "the supervisor ends it", "the spare dies"])
@@ -351,7 +382,7 @@ def test_a_wrapper_that_waits_in_vain_starts_its_rank(site, how):
         why = "it still imports after 1 s"
     else:
         until(lambda: waits(keeper, 1), "a wrapper that waits")
-        why = "the standby is about to leave" if "supervisor" in how else "its import failed"
+        why = "the standby is about to leave" if "supervisor" in how else "it ended"
         say(keeper, "quit") if "supervisor" in how else os.kill(children_of(keeper.pid)[0], signal.SIGKILL)
 
     out, err = process.communicate(timeout=WITHIN_S)
@@ -359,6 +390,13 @@ def test_a_wrapper_that_waits_in_vain_starts_its_rank(site, how):
     assert (process.returncode, out) == (0, "ran\n")
     assert err == f"stepkeeper: no warm standby for this rank: {why}; it starts without one\n"
     until(lambda: keeper.poll() is not None or not children_of(keeper.pid), "the end of the spare")
+
+
+def waiting(site, keeper):
+    """Return a wrapper that waits for a spare."""
+    process = site.wrapper(site.script(HAS_DYNAMO))
+    until(lambda: waits(keeper, 1), "a wrapper that waits")
+    return process
 
 
 def waits(keeper, wrappers):

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepkeeper import wrapper
@@ -117,7 +118,7 @@ def alive(socket: str) -> list[str]:
 
 
 def training(number: int = 0, nodes: tuple[str, ...] = NODES, plan: Plan | None = None) -> State:
-    running = Launch(ranks=Ranks.RUNNING, number=number, nodes=nodes)
+    running = Launch(ranks=Ranks.RUNNING, number=number, nodes=nodes, step=1)
     return State(phase=Phase.TRAINING, launch=running, leaving=Leaving(plan=plan))
 
 
@@ -209,10 +210,7 @@ def test_a_kill_for_lack_of_memory_is_the_launchs_where_its_rank_is_killed(fake,
     (tmp_path / "oom").touch()
 
     beside = log.parent.parent / standbys.LOG
-    limit = time.monotonic() + WITHIN_S
-    while not (beside.exists() and said in beside.read_text()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    until(lambda: beside.exists() and said in beside.read_text())
     theirs.close()
     assert log.exists() == taken
 
@@ -225,10 +223,7 @@ def take(place, tmp_path):
     taken = wrapper.Standby(place, "SLURM_LOCALID", environment)
     pid = taken.take([sys.executable], [str(script)], environment)
     assert pid, taken.reported
-    limit = time.monotonic() + WITHIN_S
-    while not up.exists():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    until(up.exists)
     return pid, taken
 
 
@@ -250,6 +245,45 @@ def test_where_a_node_is_late_they_start_on_those_that_would_take_its_place(seld
     seldom.look(late, starting("n1", "n2"))
     assert seldom.variables(1, ("n2",))
     assert told.lines == []
+
+
+def test_a_watcher_that_is_late_for_a_moment_costs_no_standby_that_waits(made, told):
+    made.look(step(1), training())
+    told.wait("standby_ready")
+    place = made.variables(1, NODES)[standbys.VARIABLE]
+
+    made.look(on.Suspected(at=1.0, nodes=("n1",)), starting("n1", "n2"))
+    until(lambda: [name for name, _ in told.lines].count("standby_ready") == 2)
+
+    assert made.variables(1, NODES)[standbys.VARIABLE] == place
+
+
+def test_those_without_the_lost_node_serve_the_launch_without_it(made, told):
+    made.look(step(1), training())
+    told.wait("standby_ready")
+    place = made.variables(1, NODES)[standbys.VARIABLE]
+
+    made.look(on.Suspected(at=1.0, nodes=("n1",)), starting("n1", "n2"))
+    until(lambda: [name for name, _ in told.lines].count("standby_ready") == 2)
+
+    assert made.variables(1, ("n2",))[standbys.VARIABLE] != place
+    assert made.variables(2, NODES) == {}
+
+
+def test_a_look_that_ends_no_launch_starts_none(seldom, told):
+    """A script without the library that has printed no step may sleep for as long as it likes."""
+    silent = training()
+    seldom.look(ASLEEP, msgspec.structs.replace(silent, launch=msgspec.structs.replace(silent.launch, step=None)))
+
+    assert seldom.variables(1, NODES) == {}
+    assert told.lines == []
+
+
+def until(condition):
+    limit = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def test_where_the_late_node_is_back_its_launch_has_none(seldom, told):

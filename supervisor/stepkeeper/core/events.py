@@ -252,7 +252,7 @@ class WatcherLost(Stamped, frozen=True, kw_only=True, tag="watcher_lost"):
 
 
 class Suspected(Stamped, frozen=True, kw_only=True, tag="suspected"):
-    """A launch probably hangs, or nodes are probably lost: nothing is decided yet, but the next launch is prepared."""
+    """A launch may hang, or nodes may be lost: nothing is decided by it, but standbys start."""
 
     nodes: tuple[str, ...]
     rank: int | None = None  # it did nothing at the first of two looks; None: the nodes' watchers are late

@@ -120,8 +120,10 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
     index, word = _word(state, said.node, row, count)
     again = before is not None and _same(before.step, step)
     back = before is not None and before.stepped_back
+    # where the launch resumed from a snapshot, it may have committed step directories since
+    begun_from = state.launch.snapshot if state.launch.snapshot is not None else state.resume.step
     # the first step from a state was wrong, twice: the state is, though its own loss was a number
-    poisoned = again and cause is Cause.NUMERICAL and step is not None and state.begun_from == step - 1
+    poisoned = again and cause is Cause.NUMERICAL and step is not None and begun_from == step - 1
     if again and (cause in IN_A_STATE or poisoned) and (state.resume.directory or state.launch.snapshot is not None):
         word = Try(Rung.STOP) if back else Try(Rung.ROLLBACK)
         back = True
@@ -226,9 +228,10 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
     if wrong_at is not None or state.launch.snapshot is not None:
         # what a tier has newer may hold the wrong loss, and its data; or the snapshot itself is wrong
         state = replace(state, resume=replace(state.resume, went_back=True))
-    below = wrong_at if wrong_at is not None else state.begun_from
-    if state.resume.step is None or below is None:
+    if state.resume.step is None:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.START_OVER)))
+    newest = max(state.resume.step, state.launch.snapshot or 0)
+    below = wrong_at if wrong_at is not None else newest
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
     return roll_back_below(state, at, below, why, policy, suspect=case.cause is Cause.NUMERICAL)

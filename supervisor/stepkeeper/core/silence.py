@@ -74,7 +74,7 @@ def look_at_start(state: State, at: float, policy: Policy, why: Why) -> Decision
 
 def on_silence(state: State, at: float, policy: Policy) -> Decision:
     """No word for longer than is usual: have the ranks' stacks collected, twice."""
-    if state.silence.looking and _only_tells(state):
+    if state.silence.looking and only_tells(state):
         return Decision(_not_watched(state), (), (because.NoStacks(),))
     if state.silence.looking and (state.silence.certain_s or state.silence.early_s):
         return Decision(_look_again(state, at, policy), (), (because.NoStacks(again=True),))
@@ -89,7 +89,7 @@ def on_silence(state: State, at: float, policy: Policy) -> Decision:
     return _look(state, at, policy, (because.Silent(step=launch.step, starting=starting),))
 
 
-def _only_tells(state: State) -> bool:
+def only_tells(state: State) -> bool:
     """Tell whether the script may have no trainer library at all."""
     return not state.launch.library_seen and state.launch.step is None and not state.baseline.start_s
 
@@ -115,7 +115,7 @@ def on_stacks(state: State, event: on.StacksCollected, policy: Policy) -> Decisi
     """The ranks move, so they only take long; or they stand still, and nothing but an end helps."""
     if not state.silence.looking or state.phase is not Phase.TRAINING:
         return Decision(state)
-    if _only_tells(state):
+    if only_tells(state):
         why: Why = (because.SilentStart(stacks=event.summary),) if event.summary else ()
         return Decision(_not_watched(state), (), why)
     silence = state.silence

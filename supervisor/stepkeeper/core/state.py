@@ -459,11 +459,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return self.launch.library_seen or (self.baseline.start_s > 0.0 and not self.launch.library_withdrawn)
 
     @property
-    def begun_from(self) -> int | None:
-        """The step that the newest launch resumed from: a snapshot is newer than the newest step directory."""
-        return self.launch.snapshot if self.launch.snapshot is not None else self.resume.step
-
-    @property
     def plan(self) -> Plan:
         """What comes when the ranks are gone: another launch, where nothing else was decided."""
         return self.leaving.plan or Plan(next=Next.RELAUNCH, why=self.launch.first_failure)

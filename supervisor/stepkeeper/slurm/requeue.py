@@ -25,7 +25,9 @@ from stepkeeper.slurm.jobs import SlurmCommands, call, parse_submitted
 from stepkeeper.slurm.launch import as_submitted, node_name
 from stepkeeper.watcher.messages import Assignment
 
-UNKNOWN_S = 1.0  # Slurm itself waits for 5 s; newer versions answer at once
+# Slurm 22.05 delays an update of a shrunk job that its database does not know, for 5 s.  It carries the update out once
+# the job has ended, which waits for us; so nobody waits for the answer.
+UNKNOWN_S = 1.0
 AGENT_WITHIN_S = 2.0  # of the time that Slurm leaves us
 
 
@@ -44,7 +46,7 @@ def requeue(
         assignment: names the job and the attempt that ends.
         exclude: nodes to add to those on which the job may not run, the weakest reason first.
         readmit: nodes to take off that list.
-        shrunk: the job has given back nodes.
+        shrunk: the job has given back nodes a moment ago.
 
     Raises:
         SlurmError: it is not requeued.
@@ -62,15 +64,22 @@ def requeue(
         _expedite(assignment, listed)
     except AgentError as error:
         trouble.append(f"the node agent does not make the job eligible at once: {error}")
+    known = not shrunk or _has_accounting(client)
     client.requeue(job)
     if listed is not None:
         try:
-            # an update of a job that was shrunk waits in Slurm 22.05 until the database knows the job, or it is pending
-            unknown = shrunk and not client.settings().accounting
-            client.exclude(job, listed, within_s=UNKNOWN_S if unknown else None)
+            client.exclude(job, listed, within_s=None if known else UNKNOWN_S)
         except SlurmError as error:
             trouble.append(f"Slurm has not confirmed the excluded nodes: {error}")
     return "; ".join(trouble)
+
+
+def _has_accounting(client: SlurmCommands) -> bool:
+    """Tell whether Slurm's database gets to know the job again after a shrink; true where that is not known."""
+    try:
+        return client.settings().accounting
+    except SlurmError:
+        return True
 
 
 def give_back(client: SlurmCommands, job: str, keep: Sequence[str]) -> str:

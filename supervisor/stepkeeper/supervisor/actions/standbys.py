@@ -24,6 +24,7 @@ from stepkeeper import standby as program
 from stepkeeper import wrapper
 from stepkeeper.core import events as on
 from stepkeeper.core.placement import places, without_nodes
+from stepkeeper.core.silence import only_tells
 from stepkeeper.core.state import Next, Phase, State
 from stepkeeper.log import Log, PatientStream
 from stepkeeper.redaction import redact
@@ -134,6 +135,7 @@ class Standbys:
         self._inbox, self._log = inbox, log
         self._way = way(job, environment)
         self._steps: list[_Step] = []  # of the ranks, and of torchrun where there is one
+        self._ahead: list[_Step] = []  # the same, without nodes that may be lost
         self._former: list[_Step] = []  # which leave, and may hold the ranks that run
         self._serial = 0
         self._furthest = -1
@@ -148,7 +150,7 @@ class Standbys:
         if state.phase in _OVER:
             self.close()
         elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH:
-            for step in self._steps:
+            for step in (*self._steps, *self._ahead):
                 step.leave()  # ranks among them come to their end
         elif isinstance(event, on.Suspected):
             self._prepare_for(event, state)
@@ -163,17 +165,20 @@ class Standbys:
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""
-        for step in (*self._steps, *self._former):
+        for step in (*self._steps, *self._ahead, *self._former):
             step.say("alive")
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
         """Return what has the ranks of a launch on these nodes look for a standby; ends those of another world."""
-        if not self._steps or not self._steps[0].runs:
+        made = (self._steps, self._ahead)
+        fitting: list[_Step] = next((each for each in made if each and each[0].runs and each[0].nodes == nodes), [])
+        self._steps, self._ahead, others = fitting, [], [each for each in made if each is not fitting]
+        for step in (*(step for each in others for step in each), *self._former):
+            step.close()
+        self._former = []
+        if not fitting:
             return {}
-        if self._steps[0].nodes != nodes:
-            self.close()
-            return {}
-        ranks, *agents = self._steps
+        ranks, *agents = fitting
         ranks.expect(launch)
         way = self._way
         if not way.slot:
@@ -187,24 +192,26 @@ class Standbys:
 
     def close(self) -> None:
         """End all."""
-        for step in (*self._steps, *self._former):
+        for step in (*self._steps, *self._ahead, *self._former):
             step.close()
-        self._steps, self._former = [], []
+        self._steps, self._ahead, self._former = [], [], []
 
     def _prepare_for(self, suspected: on.Suspected, state: State) -> None:
-        """Have standbys where the next launch will be if the suspicion is right.
+        """Have standbys where the next launch will be if the suspicion is right; those that are there stay as well.
 
         A rank is suspected at most once a launch: one that sleeps again and again must not have torch imported each
         time.
         """
         launch = state.launch
-        if suspected.rank is not None and state.phase is Phase.TRAINING and self._prepared != launch.number:
+        if suspected.rank is None:
+            nodes = places(without_nodes(state, suspected.nodes)) if state.phase is Phase.STARTING else ()
+            if nodes and all(step.nodes != nodes for step in (*self._steps, *self._ahead)):
+                for step in self._ahead:
+                    step.close()
+                self._ahead = self._begin(launch.number, nodes)
+        elif state.phase is Phase.TRAINING and self._prepared != launch.number and not only_tells(state):
             self._prepared = launch.number
             self._prepare(launch.number, launch.nodes)
-        elif suspected.rank is None and state.phase is Phase.STARTING:
-            nodes = places(without_nodes(state, suspected.nodes))
-            if nodes and not any(step.nodes == nodes for step in self._steps):
-                self._prepare(launch.number, nodes)
 
     def _retire(self) -> None:
         """Have all leave; a rank among them comes to its own end."""
@@ -223,12 +230,19 @@ class Standbys:
         if any(step.nodes != nodes or not step.runs for step in self._steps):
             self.close()
         if not self._steps:
-            self._serial += 1
-            self._steps = [self._of_ranks(launch, nodes)]
-            if self._way.agent:
-                self._steps.append(self._of_agents(launch, nodes, self._steps[0].address))
-        for step in self._steps:
+            self._steps = self._begin(launch, nodes)
+        else:
+            for step in self._steps:
+                step.say("prepare")
+
+    def _begin(self, launch: int, nodes: tuple[str, ...]) -> list[_Step]:
+        self._serial += 1
+        steps = [self._of_ranks(launch, nodes)]
+        if self._way.agent:
+            steps.append(self._of_agents(launch, nodes, steps[0].address))
+        for step in steps:
             step.say("prepare")
+        return steps
 
     def _of_ranks(self, launch: int, nodes: tuple[str, ...]) -> _Step:
         job, own = self._job, self._way.own

@@ -49,6 +49,7 @@ class Site:
             text = original.read_text()
             for name, seconds in self.limits.items():
                 text = re.sub(rf"^{name} = .*$", f"{name} = {seconds}", text, flags=re.MULTILINE)
+            assert f"HAND_OVER_WITHIN_S = {WITHIN_S}\n" in text
             copy.parent.mkdir(exist_ok=True)
             copy.write_text(text)
         return str(copy)

@@ -16,9 +16,8 @@ RUNNING = on.JobFacts(state=on.JobState.RUNNING, slurm_state="RUNNING", restarts
 class Slurm:
     """A controller with one job, and a partition of nine nodes."""
 
-    def __init__(self, facts=RUNNING, nodes=9, refuses=(), *, accounting=True):
+    def __init__(self, facts=RUNNING, nodes=9, refuses=()):
         self.facts, self.nodes, self.refuses, self.called = facts, nodes, refuses, []
-        self.accounting = accounting
 
     def _called(self, *call):
         if call[0] in self.refuses:
@@ -48,7 +47,7 @@ class Slurm:
 
     def settings(self):
         self._called("settings")
-        return ClusterSettings(kill_wait_s=10.0, version="22.05.8", accounting=self.accounting)
+        return ClusterSettings(kill_wait_s=10.0, version="22.05.8", accounting=True)
 
     def keep(self, job, nodes):
         self._called("keep", job, tuple(nodes))
@@ -114,7 +113,8 @@ def test_a_controller_that_does_not_show_its_settings_is_asked_to_exclude_nodes_
 @pytest.mark.parametrize(("shrunk", "accounting"), [(True, False), (True, True), (False, False)])
 def test_a_job_that_was_shrunk_without_accounting_does_not_wait_for_a_database(assignment, shrunk, accounting):
     """Slurm 22.05 waits for 5 s there, and refuses, unless the job has ended meanwhile; so we leave at once."""
-    slurm = Slurm(accounting=accounting)
+    slurm = Slurm()
+    assignment = msgspec.structs.replace(assignment, accounting=accounting)
 
     slurm_requeue.requeue(slurm, assignment, exclude=["n2"], shrunk=shrunk)
 

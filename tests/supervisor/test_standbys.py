@@ -247,24 +247,25 @@ def test_where_a_node_is_late_they_start_on_those_that_would_take_its_place(seld
     assert told.lines == []
 
 
-def test_a_watcher_that_is_late_for_a_moment_costs_no_standby_that_waits(made, told):
+def suspected_beside_those_that_wait(made, told):
+    """Have standbys wait on n1, and others start without it; return the address of the first."""
     made.look(step(1), training())
     told.wait("standby_ready")
     place = made.variables(1, NODES)[standbys.VARIABLE]
 
     made.look(on.Suspected(at=1.0, nodes=("n1",)), starting("n1", "n2"))
     until(lambda: [name for name, _ in told.lines].count("standby_ready") == 2)
+    return place
+
+
+def test_a_watcher_that_is_late_for_a_moment_costs_no_standby_that_waits(made, told):
+    place = suspected_beside_those_that_wait(made, told)
 
     assert made.variables(1, NODES)[standbys.VARIABLE] == place
 
 
 def test_those_without_the_lost_node_serve_the_launch_without_it(made, told):
-    made.look(step(1), training())
-    told.wait("standby_ready")
-    place = made.variables(1, NODES)[standbys.VARIABLE]
-
-    made.look(on.Suspected(at=1.0, nodes=("n1",)), starting("n1", "n2"))
-    until(lambda: [name for name, _ in told.lines].count("standby_ready") == 2)
+    place = suspected_beside_those_that_wait(made, told)
 
     assert made.variables(1, ("n2",))[standbys.VARIABLE] != place
     assert made.variables(2, NODES) == {}

@@ -142,6 +142,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         attempt=lease.attempt,
         nodes=allocation.nodes,
         kill_wait_s=cluster.kill_wait_s,
+        accounting=cluster.accounting,
         nonce=secrets.token_hex(8),
         started_at=clock.now(),
         stop_signal=settings.policy.stop_signal,

@@ -230,8 +230,7 @@ def _roll_back(state: State, at: float, case: _Case, why: Why, policy: Policy) -
         state = replace(state, resume=replace(state.resume, went_back=True))
     if state.resume.step is None:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.START_OVER)))
-    newest = max(state.resume.step, state.launch.snapshot or 0)
-    below = wrong_at if wrong_at is not None else newest
+    below = wrong_at if wrong_at is not None else max(state.resume.step, state.launch.snapshot or 0)
     if state.resume.step < below:
         return go_on_starting(state, at, policy, (*why, because.Plain(because.Fact.NEWEST_IS_BEFORE)))
     return roll_back_below(state, at, below, why, policy, suspect=case.cause is Cause.NUMERICAL)

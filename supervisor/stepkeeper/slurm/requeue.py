@@ -64,22 +64,14 @@ def requeue(
         _expedite(assignment, listed)
     except AgentError as error:
         trouble.append(f"the node agent does not make the job eligible at once: {error}")
-    known = not shrunk or _has_accounting(client)
     client.requeue(job)
     if listed is not None:
         try:
-            client.exclude(job, listed, within_s=None if known else UNKNOWN_S)
+            unknown = shrunk and not assignment.accounting
+            client.exclude(job, listed, within_s=UNKNOWN_S if unknown else None)
         except SlurmError as error:
             trouble.append(f"Slurm has not confirmed the excluded nodes: {error}")
     return "; ".join(trouble)
-
-
-def _has_accounting(client: SlurmCommands) -> bool:
-    """Tell whether Slurm's database gets to know the job again after a shrink; true where that is not known."""
-    try:
-        return client.settings().accounting
-    except SlurmError:
-        return True
 
 
 def give_back(client: SlurmCommands, job: str, keep: Sequence[str]) -> str:

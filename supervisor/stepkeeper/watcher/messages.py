@@ -357,6 +357,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     nodes: tuple[str, ...]
     kill_wait_s: float
+    accounting: bool = True  # Slurm has a database of its jobs
     nonce: str  # nobody can guess it: another user could take the ranks' address first
     started_at: float = 0.0  # of the attempt, Unix seconds
     words: tuple[str, ...] = ()  # the supervisor's own command line

@@ -150,7 +150,7 @@ class Standbys:
         if state.phase in _OVER:
             self.close()
         elif state.leaving.plan is not None and state.leaving.plan.next is not Next.RELAUNCH:
-            for step in (*self._steps, *self._ahead):
+            for step in self._all:
                 step.leave()  # ranks among them come to their end
         elif isinstance(event, on.Suspected):
             self._prepare_for(event, state)
@@ -165,17 +165,17 @@ class Standbys:
 
     def renew(self) -> None:
         """Tell them that the supervisor lives."""
-        for step in (*self._steps, *self._ahead, *self._former):
+        for step in self._all:
             step.say("alive")
 
     def variables(self, launch: int, nodes: tuple[str, ...]) -> dict[str, str]:
         """Return what has the ranks of a launch on these nodes look for a standby; ends those of another world."""
         made = (self._steps, self._ahead)
         fitting: list[_Step] = next((each for each in made if each and each[0].runs and each[0].nodes == nodes), [])
-        self._steps, self._ahead, others = fitting, [], [each for each in made if each is not fitting]
-        for step in (*(step for each in others for step in each), *self._former):
-            step.close()
-        self._former = []
+        for step in self._all:
+            if step not in fitting:
+                step.close()
+        self._steps, self._ahead, self._former = fitting, [], []
         if not fitting:
             return {}
         ranks, *agents = fitting
@@ -192,9 +192,13 @@ class Standbys:
 
     def close(self) -> None:
         """End all."""
-        for step in (*self._steps, *self._ahead, *self._former):
+        for step in self._all:
             step.close()
         self._steps, self._ahead, self._former = [], [], []
+
+    @property
+    def _all(self) -> list[_Step]:
+        return [*self._steps, *self._ahead, *self._former]
 
     def _prepare_for(self, suspected: on.Suspected, state: State) -> None:
         """Have standbys where the next launch will be if the suspicion is right; those that are there stay as well.

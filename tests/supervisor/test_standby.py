@@ -306,7 +306,7 @@ def importing(site):
     (package / "__init__.py").write_text(f"{TORCH.format(cuda=False, more='')}{IMPORTS_UNTIL.format(str(done))}\n")
     (package / "_dynamo.py").touch()
     keeper = site.keeper(ready=False)
-    until(lambda: children_of(keeper.pid), "the spare")
+    until(lambda: children_of(keeper.pid) and waits(keeper, 0), "the spare, whose end of the channel is its own")
     return keeper, done
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,27 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.excepthook = hook
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def mounted() -> Iterator[Callable[[Path, str], Path]]:
+    """A real file system of its own: `mounted(directory, "size=8m,nr_inodes=100")`."""
+    found: list[Path] = []
+
+    def mount(at: Path, options: str) -> Path:
+        at.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+        found.append(at)
+        return at
+
+    yield mount
+    for at in found:
+        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=90)  # a manager may have it open still

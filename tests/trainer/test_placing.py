@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from stepkeeper_trainer.save.commit import Commits
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers import DirectoryTier, Held, Pace, TierError
 from stepkeeper_trainer.tiers import uploader as placing_module
-from stepkeeper_trainer.tiers.directory import InFlight, LocalTier
+from stepkeeper_trainer.tiers.directory import InFlight, LocalTier, mark_failed, require_none_failed
 from stepkeeper_trainer.tiers.search import Gatherer, counts, find_place
 from stepkeeper_trainer.tiers.uploader import Upload, Uploader
 from tests.trainer.tier_steps import LATE_S, content, lay, make, on_ranks
@@ -243,6 +243,25 @@ def test_a_damaged_part_is_never_committed_and_rank_0_says_why(nodes: Nodes) -> 
     [why] = nodes.told
     assert "rank 1 could not copy" in why
     assert "bytes of chunk 0" in why
+
+
+def test_where_no_room_is_left_the_word_that_a_rank_has_given_up_comes_without_its_reason(
+    tmp_path: Path, mounted: Callable[[Path, str], Path]
+) -> None:
+    full = mounted(tmp_path / "full", "size=64k")
+    mark_failed(full, 1, "the disk is gone")
+    with pytest.raises(TierError, match="rank 1 could not copy: the disk is gone"):
+        require_none_failed(full, os.listdir(full), "copy")
+    with pytest.raises(OSError, match="No space"):
+        (full / "all").write_bytes(bytes(2**20))
+    mark_failed(full, 1, "another reason")
+    with pytest.raises(TierError, match="rank 1 could not copy: the disk is gone"):
+        require_none_failed(full, os.listdir(full), "copy")
+    (full / "failed-1").unlink()
+    (full / "more").write_bytes(bytes(4096))
+    mark_failed(full, 2, "no room")
+    with pytest.raises(TierError, match="rank 2 could not copy: no room to say why"):
+        require_none_failed(full, os.listdir(full), "copy")
 
 
 @pytest.mark.campaign

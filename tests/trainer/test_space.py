@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,33 +16,9 @@ from stepkeeper_trainer.formats.manifest import read_manifest
 from stepkeeper_trainer.formats.steps import newest_verified
 from stepkeeper_trainer.store import space
 from stepkeeper_trainer.store.space import MARGIN_BYTES, Needs, estimate, lacking, storage_test
-from tests.trainer.crash.disks import unmount
 from tests.trainer.test_formats import make_step
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """A real file system of its own: `mounted("size=8m,nr_inodes=100")`."""
-    at = tmp_path / "mounted"
-    at.mkdir()
-
-    def mount(options: str) -> Path:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)],
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-        return at
-
-    yield mount
-    if os.path.ismount(at):
-        unmount(at)
 
 
 def test_the_next_save_is_estimated_from_the_last(tmp_path: Path) -> None:
@@ -54,8 +30,8 @@ def test_the_next_save_is_estimated_from_the_last(tmp_path: Path) -> None:
     assert estimate(None, state_bytes=1000, world_size=64) == Needs(1100 + MARGIN_BYTES, 136)
 
 
-def test_too_few_bytes_are_said(mounted: Callable[..., Path]) -> None:
-    disk = mounted("size=8m")
+def test_too_few_bytes_are_said(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted(tmp_path / "mounted", "size=8m")
 
     assert lacking(disk, Needs(4 * MIB, 10)) is None
     (disk / "other").write_bytes(bytes(6 * MIB))
@@ -64,8 +40,8 @@ def test_too_few_bytes_are_said(mounted: Callable[..., Path]) -> None:
     assert said.startswith(f"{disk}: the file system: 2097152 bytes left")
 
 
-def test_too_few_inodes_are_said(mounted: Callable[..., Path]) -> None:
-    disk = mounted("size=8m,nr_inodes=20")
+def test_too_few_inodes_are_said(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted(tmp_path / "mounted", "size=8m,nr_inodes=20")
 
     assert lacking(disk, Needs(1, 10)) is None
     assert "room for 19 more files" in str(lacking(disk, Needs(1, 30)))
@@ -107,8 +83,8 @@ def test_good_storage_gives_back_what_it_was_given(tmp_path: Path, size: int) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_is_found_and_left_as_it_was(mounted: Callable[..., Path]) -> None:
-    disk = mounted("size=2m")
+def test_a_full_disk_is_found_and_left_as_it_was(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted(tmp_path / "mounted", "size=2m")
 
     found = storage_test(disk, size=4 * MIB)
 
@@ -116,14 +92,14 @@ def test_a_full_disk_is_found_and_left_as_it_was(mounted: Callable[..., Path]) -
     assert os.listdir(disk) == []
 
 
-def test_a_disk_without_inodes_is_found(mounted: Callable[..., Path]) -> None:
-    disk = mounted("size=2m,nr_inodes=2")
+def test_a_disk_without_inodes_is_found(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted(tmp_path / "mounted", "size=2m,nr_inodes=2")
 
     assert storage_test(disk, size=10).problem == f"{disk}: cannot create a file: No space left on device"
 
 
-def test_a_read_only_disk_is_found(mounted: Callable[..., Path]) -> None:
-    disk = mounted("size=2m")
+def test_a_read_only_disk_is_found(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    disk = mounted(tmp_path / "mounted", "size=2m")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=90)
 
     assert storage_test(disk, size=10).problem == f"{disk}: cannot make a directory: Read-only file system"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -167,19 +166,9 @@ def test_a_lost_node_loses_nothing_that_the_next_one_keeps(tmp_path: Path, undis
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, mounted: Callable[[Path, str], Path]) -> Path:
     """A real file system that does not hold a node's part of a step."""
-    at = tmp_path / "disk1"
-    at.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(at)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=90)
+    return mounted(tmp_path / "disk1", "size=200k")
 
 
 @pytest.mark.campaign

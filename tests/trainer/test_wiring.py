@@ -7,10 +7,9 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +45,9 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, mounted: Callable[[Path, str], Path]) -> Path:
     """A disk of its own with less room than a save may take."""
-    at = tmp_path / "disk"
-    at.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(at)],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    yield at
-    subprocess.run(["umount", "-l", str(at)], check=True, timeout=90)
+    return mounted(tmp_path / "disk", "size=40m")
 
 
 # --- real ranks ----------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepkeeper_trainer.formats.manifest import ManifestError, step_name
-from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, push
-from stepkeeper_trainer.tiers.directory import DirectoryTier, LocalTier
+from stepkeeper_trainer.tiers.directory import FAILED, DirectoryTier, LocalTier, mark_failed, require_none_failed
 from stepkeeper_trainer.tiers.tier import DamagedCopyError, Held, Tier, TierError, writer_of
 
 BOARD = ".cold-"
-DONE, FAILED = "done-", "failed-"  # and a rank
+DONE = "done-"  # and a rank
 RETRY_S, RETRY_MAX_S, TRIES_MAX = 5.0, 300.0, 6
 FAILING_AFTER = 4  # tries: then the end of a run does not wait for the tier any more
 RANKS_WITHIN_S = 3600.0  # the slowest rank's share; then the next step is tried
@@ -220,10 +219,7 @@ class ColdCopies:
         limit_at = time.monotonic() + RANKS_WITHIN_S
         while True:
             names = set(os.listdir(self._board(going)))
-            for name in names:
-                if name.startswith(FAILED):
-                    why = read_plain(self._board(going) / name, within=self._board(going)).decode(errors="replace")
-                    raise TierError(f"rank {name.removeprefix(FAILED)} could not send its files: {why}")
+            require_none_failed(self._board(going), names, "send its files")
             if wanted <= names:
                 return
             if time.monotonic() > limit_at:
@@ -250,7 +246,7 @@ class ColdCopies:
         """Let rank 0 know that it need not wait."""
         with suppress(FileNotFoundError):  # given up already
             try:
-                (self._board(going) / f"{FAILED}{self._rank}").write_text(why, encoding="utf-8")
+                mark_failed(self._board(going), self._rank, why)
             except OSError as unsaid:
                 warn("failure_unsaid", step=going.step, rank=self._rank, why=unsaid)
 

@@ -18,7 +18,13 @@ from typing import Any
 
 from stepkeeper_trainer.formats import lineage as lineages
 from stepkeeper_trainer.formats import steps
-from stepkeeper_trainer.formats.durable import fsync_directory, make_directories, write_all, write_new
+from stepkeeper_trainer.formats.durable import (
+    fsync_directory,
+    make_directories,
+    write_all,
+    write_atomically,
+    write_new,
+)
 from stepkeeper_trainer.formats.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
@@ -44,6 +50,7 @@ from stepkeeper_trainer.tiers.tier import (
 PARTIAL = ".part"
 _STAGING = ".copy-"
 TRASH = ".trash-"
+FAILED = "failed-"  # and a rank: it has given up
 REMOVALS = 3  # another rank may make a file between the listing of a directory and its removal
 
 
@@ -160,6 +167,27 @@ def give_up(directory: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
         if not trash.exists():
             return
+
+
+def mark_failed(directory: Path, rank: int, why: str) -> None:
+    """Say in a directory of all ranks that one has given up, and why; where there is no room, that only.
+
+    Raises:
+        OSError: nothing is said.
+    """
+    mark = directory / f"{FAILED}{rank}"
+    try:
+        write_atomically(mark, why.encode(), name_durable=False)
+    except OSError:
+        mark.touch()
+
+
+def require_none_failed(directory: Path, names: Collection[str], do: str) -> None:
+    """Raise TierError if a rank has given up, by the names in the directory; `do`: what it could not do."""
+    for name in names:
+        if name.startswith(FAILED):
+            why = read_plain(directory / name, within=directory).decode(errors="replace")
+            raise TierError(f"rank {name.removeprefix(FAILED)} could not {do}: {why or 'no room to say why'}")
 
 
 def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:

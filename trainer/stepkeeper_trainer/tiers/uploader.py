@@ -28,10 +28,9 @@ from stepkeeper_trainer.formats.plain import read_plain
 from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.save.report import report_name
 from stepkeeper_trainer.tiers.copying import CopyStoppedError, Pace, Rate, first_tier, push
-from stepkeeper_trainer.tiers.directory import InFlight, LocalTier, give_up
+from stepkeeper_trainer.tiers.directory import InFlight, LocalTier, give_up, mark_failed, require_none_failed
 from stepkeeper_trainer.tiers.tier import Held, TierError, writer_of
 
-FAILED = "failed-"  # and a rank: it cannot copy
 RETRY_S, RETRY_MAX_S, TRIES_MAX = 1.0, 60.0, 6
 SEALED_WITHIN_S = 3600.0  # all ranks have written
 STALLED_S = 600.0  # no rank's copy has got on for so long
@@ -319,10 +318,7 @@ class Uploader:
         since = time.monotonic()
         for _ in self._pauses(save):
             changed = sizes.look()
-            for name in sizes.names:
-                if name.startswith(FAILED):
-                    why = read_plain(save.directory / name, within=save.directory).decode(errors="replace")
-                    raise TierError(f"rank {name.removeprefix(FAILED)} could not copy: {why}")
+            require_none_failed(save.directory, sizes.names, "copy")
             lacking = sizes.lacking()
             gone = self.ended(range(held.manifest.world_size))
             if not lacking and all(rank in gone for rank in save.to_come if report_name(rank) in sizes.names):
@@ -344,7 +340,7 @@ class Uploader:
                 save.give_up(save.error or "")
             return
         try:
-            (save.directory / f"{FAILED}{self._rank}").write_text(save.error or "", encoding="utf-8")
+            mark_failed(save.directory, self._rank, save.error or "")
         except OSError as error:
             warn("failure_unsaid", step=save.step, rank=self._rank, why=error)  # rank 0 hears nothing: see `_pauses`
 

@@ -129,13 +129,14 @@ def test_even_steps_are_looked_at_sooner_once_there_are_many() -> None:
     assert soon(*[0.1, 0.9] * STEADY) is None, "uneven"
 
 
-def test_a_first_look_comes_after_ten_steps_or_three_seconds() -> None:
-    policy = Policy(hang_certain_s=3.0)
+def test_a_first_look_comes_after_ten_steps_or_two_seconds() -> None:
+    policy = Policy()
 
     def first(*seconds: float, saving: bool = False) -> float | None:
         return certain_s(paced(*seconds), policy, saving=saving)
 
-    assert first(*[0.2] * ENOUGH) == pytest.approx(3.0)
+    assert first(*[0.2] * ENOUGH) == pytest.approx(2.0)
+    assert first(*[0.1] * ENOUGH) == pytest.approx(2.0)
     assert first(*[2.0] * ENOUGH) == pytest.approx(20.0)
     assert first(*[0.2] * (ENOUGH - 1)) is None
     assert first(*[0.2] * ENOUGH, saving=True) is None, "a save takes its time"

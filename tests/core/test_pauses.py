@@ -201,7 +201,7 @@ def test_a_save_in_flight_puts_the_look_off_by_a_save(saves: tuple[float, ...]) 
     played.tell(on.SaveBegan(at=played.at, launch=0, save_id="save", step=940))
     begun = played.at
 
-    played.pause(Pause(0, 9.0 if saves else 100.0, "only sleeps"))
+    played.pause(Pause(0, 7.0 if saves else 100.0, "only sleeps"))
     assert played.looks == 0
     assert played.killed_at is None
     if saves:

@@ -41,8 +41,7 @@ def ask(checking: NodeChecks, *, behind_s: float = 0.0) -> tuple[str, ...]:
 def look_ahead_of_a_loss(checking: NodeChecks, directory: Path) -> None:
     """Look while all is well, and lose the directory after that."""
     checking.begin()
-    assert checking._ahead is not None
-    assert checking._ahead.report() is not None
+    checking.wait()
     directory.rmdir()
 
 

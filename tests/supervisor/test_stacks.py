@@ -158,6 +158,22 @@ def said(tmp_path: Path, pids: dict[int, int], *, apart_s: float, brief: bool) -
     return words
 
 
+def test_of_the_requests_that_come_during_a_look_the_newest_follows(tmp_path: Path) -> None:
+    taker = StackTaker(assigned(tmp_path), "n1", find_spy=lambda: None, apart_s=0.5)
+    os.set_blocking(taker.fileno(), True)
+    for number in (7, 8, 9):
+        taker.take(lines.Stacks(launch=3, number=number, brief=True), {})
+    words: list[Word] = []
+    while lines.StacksTaken(node="n1", number=9) not in words:
+        words += taker.words()
+    for thread in threading.enumerate():
+        if thread.name == "stacks":
+            thread.join(WITHIN_S)
+    os.close(taker.fileno())
+    answered = [word.number for word in words if isinstance(word, lines.StacksTaken)]
+    assert answered in ([7, 9], [9]), "the first one may not have begun yet"
+
+
 def stop_after_a_stack(pid: int, file: Path) -> None:
     limit = time.monotonic() + WITHIN_S
     while time.monotonic() < limit and not (file.exists() and "in stuck" in file.read_text()):

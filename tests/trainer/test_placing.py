@@ -260,7 +260,7 @@ def test_where_no_room_is_left_the_word_that_a_rank_has_given_up_comes_without_i
     (full / "failed-1").unlink()
     (full / "more").write_bytes(bytes(4096))
     mark_failed(full, 2, "no room")
-    with pytest.raises(TierError, match="rank 2 could not copy: no room to say why"):
+    with pytest.raises(TierError, match="rank 2 could not copy: the reason could not be written"):
         require_none_failed(full, os.listdir(full), "copy")
 
 

@@ -135,10 +135,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where the last steps were even and it is a hundred of them and more, such a silence is looked at already; it ends
     the launch only if every rank is known to do nothing: it waits for others, or computes, reads and writes nothing."""
 
-    hang_certain_s: float = 3.0
-    """So long a silence is looked at first, or one of ten steps (the 99th percentile) where that is longer: it ends the
-    launch only if a rank cannot go on before the next look would end it, or does nothing but sleep, and all others
-    wait."""
+    hang_certain_s: float = 2.0
+    """So long a silence is looked at first, or one of ten steps (the 99th percentile) where that is longer: it ends
+    the launch only if a rank cannot go on before the next look would end it, or does nothing but sleep, and all others
+    wait.  Words of steps come once a second, and the look takes 3 s more."""
 
     loss_words: int = 5
     """Progress messages in a row (at most one a second) until a wrong loss counts: single ones pass."""

@@ -36,6 +36,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     abandon_after_s: float = 300.0  # a child stuck for this long is killed: a new one may fare better
     restart_after_s: float = 1.0  # a child that ended, also for want of a driver; twice as long after each end
     restart_after_max_s: float = 240.0
+    absent_again_s: float = 0.0  # at least, where there is no driver
     lasted_s: float = 60.0  # a child that lived this long starts the count anew
     absent_lasts_s: float = 120.0  # an absence is reported once more then, with its length: at boot the driver is late
 
@@ -194,7 +195,8 @@ class NvmlProcess(Stoppable):
             self._live_one_life()
             if time.monotonic() - began >= patience.lasted_s:
                 pause_s = patience.restart_after_s
-            if self._stopped(pause_s):
+            absent_s = patience.absent_again_s if self._absent_since is not None else 0.0
+            if self._stopped(max(pause_s, absent_s)):
                 return
             pause_s = min(2 * pause_s, patience.restart_after_max_s)
 

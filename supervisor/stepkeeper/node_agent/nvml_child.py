@@ -22,7 +22,6 @@ from typing import Any
 
 import pynvml
 
-from stepkeeper.node_agent.kernel import Roots, gpu_addresses
 from stepkeeper.node_agent.readings import (
     ENDS_ABSENT,
     ENDS_TO_BEGIN_ANEW,
@@ -138,9 +137,13 @@ class Listing:
 
     def sad_news(self) -> list[GpuHealth]:
         """Return one reading for each GPU that did not answer, with its address where that can be found out."""
+        if not self.silent:
+            return []
+        from stepkeeper.node_agent.kernel import Roots, gpu_addresses  # noqa: PLC0415 - launches wait for our start
+
         now = time.time()
         listed = {device.gpu.index: device.gpu.pci for device in self.devices}
-        where = addresses_of_silent(self.counted, listed, gpu_addresses(Roots())) if self.silent else {}
+        where = addresses_of_silent(self.counted, listed, gpu_addresses(Roots()))
         return [
             GpuHealth(
                 at=now,

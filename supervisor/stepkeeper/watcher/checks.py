@@ -27,6 +27,7 @@ class _Look:
     def __init__(self, wanted: checks.Wanted) -> None:
         self._wanted = wanted
         self.began = time.monotonic()
+        self.used = False  # it has served a launch
         self._report: checks.Report | None = None
         self._thread = threading.Thread(target=self._run, name="checks ahead", daemon=True)
         self._thread.start()
@@ -61,13 +62,20 @@ class NodeChecks:
         )
         self._fresh_s = fresh_s
         self._lock = threading.Lock()
-        self._ahead: _Look | None = None
+        self._newest: _Look | None = None  # of those begun ahead
 
     def begin(self) -> None:
         """A launch comes soon: look already."""
         with self._lock:
-            if self._ahead is None or self._is_old(self._ahead):
-                self._ahead = _Look(self._wanted)
+            if self._newest is None or not self._is_usable(self._newest):
+                self._newest = _Look(self._wanted)
+
+    def wait(self) -> None:
+        """Wait for the end of a look that was begun ahead."""
+        with self._lock:
+            look = self._newest
+        if look is not None:
+            look.report()
 
     def report(self, asked: bus.Clear | bus.Check, heard_at: float) -> checks.Report:
         """Return whether the node is fit.
@@ -92,8 +100,11 @@ class NodeChecks:
     def _take(self) -> checks.Report | None:
         """Return what was found ahead: once, and only where it is fresh."""
         with self._lock:
-            ahead, self._ahead = self._ahead, None
-        return None if ahead is None or self._is_old(ahead) else ahead.report()
+            look = self._newest
+            if look is None or not self._is_usable(look):
+                return None
+            look.used = True
+        return look.report()
 
-    def _is_old(self, look: _Look) -> bool:
-        return time.monotonic() - look.began > self._fresh_s
+    def _is_usable(self, look: _Look) -> bool:
+        return not look.used and time.monotonic() - look.began <= self._fresh_s

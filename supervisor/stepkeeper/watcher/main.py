@@ -107,9 +107,9 @@ class Watcher:
         self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_signal(reader))
         switches = bus.switches_above(os.environ.get("SLURM_TOPOLOGY_ADDR", ""), self.node)[:SWITCHES_CHARACTERS_MAX]
         self.say(bus.Ready(node=self.node, pid=os.getpid(), version=__version__, reads=True, switches=switches))
-        self.senses.start()
         if self.assignment.bus <= 1:  # the first watchers of an attempt come before a launch
             self.senses.look_ahead()
+        self.senses.start()
         stalls = Stalls(time.monotonic())
         while not self.quit:
             wait_s = self._wait_s()

@@ -22,7 +22,7 @@ from stepkeeper.node_agent.core import incidents
 from stepkeeper.node_agent.core.state import Incident, Policy, State
 from stepkeeper.node_agent.evaluate import Evaluation, concerns
 from stepkeeper.node_agent.kernel import ENDS_WITHIN_S, EvidenceReader, KernelLog, Roots, boot_id, device_addresses
-from stepkeeper.node_agent.nvml import NvmlProcess
+from stepkeeper.node_agent.nvml import NvmlProcess, Patience
 from stepkeeper.node_agent.readings import Evidence, KernelRecord, Reading
 from stepkeeper.node_agent.xid.catalogue import Fault, load
 from stepkeeper.node_agent.xid.parse import canonical
@@ -31,6 +31,7 @@ from stepkeeper.watcher import messages as bus
 from stepkeeper_trainer.formats.messages import shorten
 
 HEALTH_EVERY_S = 30.0
+NVML_AGAIN_S = 10.0  # where there is no driver: ranks that start take most of their time in imports
 READINGS_WAITING_MAX = 1000
 CLOCKS_S = 1.0  # between a record's time and our clock
 
@@ -57,7 +58,12 @@ class OwnSensors:
         self._state = State(node=node, boot_id=boot_id())
         self._said: dict[str, tuple[object, ...]] = {}
         self._kernel_log = KernelLog(self._take, on_failure=self._failed)
-        self._nvml = NvmlProcess(self._take, health_every_s=HEALTH_EVERY_S, on_failure=self._failed)
+        self._nvml = NvmlProcess(
+            self._take,
+            health_every_s=HEALTH_EVERY_S,
+            patience=Patience(absent_again_s=NVML_AGAIN_S),
+            on_failure=self._failed,
+        )
         self._evidence = EvidenceReader(self._take, on_failure=self._failed)
         thread("own-senses", self._run, self._failed).start()  # the job continues without these sensors
         self._kernel_log.start()

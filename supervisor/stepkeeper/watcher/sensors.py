@@ -246,6 +246,10 @@ class NodeSensors:
     def _sense(self) -> None:
         """Watch NVML and the kernel log ourselves, as far as an ordinary user may."""
         if self._stop_own is None:
+            if self._checks is not None:
+                self._checks.wait()  # a launch waits for those, and both start processes that ask the driver
+            if self._closed.is_set():
+                return
             from stepkeeper.watcher.own_sensors import OwnSensors  # noqa: PLC0415 - not where there is an agent
 
             own = OwnSensors(self._node, self._put, since=self._assignment.started_at, is_ours=self._is_ours)

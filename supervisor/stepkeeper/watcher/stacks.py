@@ -99,7 +99,9 @@ class StackTaker:
         self._apart_s = apart_s
         self._words: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._busy = threading.Lock()
+        self._lock = threading.Lock()
+        self._next: tuple[bus.Stacks, dict[int, int]] | None = None
+        self._busy = False
         self._files: _Files
 
     def fileno(self) -> int:
@@ -115,9 +117,27 @@ class StackTaker:
         return words
 
     def take(self, wanted: bus.Stacks, pids: Mapping[int, int]) -> None:
-        """Begin; where one request is under way another is not answered: the supervisor has a time limit."""
-        if self._busy.acquire(blocking=False):
-            threading.Thread(target=self._take, args=(wanted, dict(pids)), name="stacks", daemon=True).start()
+        """Begin; where one request is under way the newest of those that come meanwhile follows it."""
+        with self._lock:
+            self._next = (wanted, dict(pids))
+            if self._busy:
+                return
+            self._busy = True
+        threading.Thread(target=self._serve, name="stacks", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                following, self._next = self._next, None
+                if following is None:
+                    self._busy = False
+                    return
+            try:
+                self._take(*following)
+            except BaseException:
+                with self._lock:
+                    self._busy = False
+                raise
 
     def _say(self, word: Word) -> None:
         self._words.put(word)
@@ -204,7 +224,6 @@ class StackTaker:
             self._say(bus.StacksTaken(node=self._node, number=wanted.number))
         finally:
             self._files.close(0.0)
-            self._busy.release()
 
     def _pause(self, pids: Mapping[int, int]) -> dict[int, tuple[str, ...] | None]:
         """Let the time between two looks pass; return which system calls these ranks make in it, None: not known."""

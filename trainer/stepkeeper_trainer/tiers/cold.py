@@ -244,11 +244,12 @@ class ColdCopies:
 
     def _mark_failed(self, going: Going, why: str) -> None:
         """Let rank 0 know that it need not wait."""
-        with suppress(FileNotFoundError):  # given up already
-            try:
-                mark_failed(self._board(going), self._rank, why)
-            except OSError as unsaid:
-                warn("failure_unsaid", step=going.step, rank=self._rank, why=unsaid)
+        try:
+            mark_failed(self._board(going), self._rank, why)
+        except FileNotFoundError:
+            return  # rank 0 has given it up already
+        except OSError as unsaid:
+            warn("failure_unsaid", step=going.step, rank=self._rank, why=unsaid)
 
     def _dropped(self, going: Going) -> bool:
         return self._stopping or not self._board(going).is_dir()

@@ -170,7 +170,7 @@ def give_up(directory: Path) -> None:
 
 
 def mark_failed(directory: Path, rank: int, why: str) -> None:
-    """Say in a directory of all ranks that one has given up, and why; where there is no room, that only.
+    """Say in a directory of all ranks that one has given up, and why; where the reason cannot be written, that only.
 
     Raises:
         OSError: nothing is said.
@@ -187,7 +187,9 @@ def require_none_failed(directory: Path, names: Collection[str], do: str) -> Non
     for name in names:
         if name.startswith(FAILED):
             why = read_plain(directory / name, within=directory).decode(errors="replace")
-            raise TierError(f"rank {name.removeprefix(FAILED)} could not {do}: {why or 'no room to say why'}")
+            raise TierError(
+                f"rank {name.removeprefix(FAILED)} could not {do}: {why or 'the reason could not be written'}"
+            )
 
 
 def write_file(path: Path, entry: FileEntry, first: int, chunks: Iterator[bytes]) -> None:

@@ -89,7 +89,7 @@ def of_rank(path: Path, struck_at: float, told: Iterable[Step]) -> dict[str, flo
 
 # What ends a piece after a hang.
 HUNG_LAST = "rank stands still to the last step done by rank 0, s"
-HUNG_LOOK = "last step to the look, s (3 s, or ten steps)"
+HUNG_LOOK = "last step to the first look, s"
 HUNG_SEEN = "the look to the verdict, s (stacks, 3 s, stacks, flight recorders)"
 HUNG_ENDED = "verdict to the Slurm step's end, s"
 HUNG_STARTED = "its end to the next launch, s (checkpoint, nodes)"

@@ -35,7 +35,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, PRODUCTION_PAGE = DOCS / "benchmarks-recovery.md", DOCS / "benchmarks-recovery-production.md"
 NOTES = Path(__file__).with_name("recovery") / "notes.md"
 PRODUCTION_NOTES = NOTES.with_name("production.md")
-LOST_NODES = ("stepkeeper", "stepkeeper-warm", "stepkeeper-spare", "stepkeeper-shrink")
+LOST_NODES = ("stepkeeper", "stepkeeper-agent", "stepkeeper-warm", "stepkeeper-spare", "stepkeeper-shrink")
 TAKEN_APART = {  # fault -> how the page calls it, what takes it apart, and under which ways
     "rank": ("A killed rank", pieces.of_rank, ("stepkeeper", "stepkeeper-warm", "stepkeeper-snapshots-warm")),
     "hang": ("A hang", pieces.of_hang, ("stepkeeper", "stepkeeper-warm")),
@@ -84,6 +84,14 @@ class Bench:
         self.pieces: dict[str, dict[str, dict[str, float]]] = {}  # what came before -> way -> piece -> seconds
         self.at, self.load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
         self._serial = 0
+        self._own: dict[str, Sequence[str]] = {}  # way -> the nodes that it may have; all, where it is not here
+
+    def give_nodes(self, ways: Sequence[Way]) -> None:
+        """Give each of these ways nodes of its own."""
+        for index, way in enumerate(ways):
+            nodes = self.lab.node_names[NODES_EACH * index : NODES_EACH * (index + 1)]
+            self.lab.run("scontrol", "update", f"NodeName={','.join(nodes)}", f"AvailableFeatures={way.name}")
+            self._own[way.name] = nodes
 
     def name(self, way: Way, fault: Fault) -> str:
         """Return a directory's name that was not used before."""
@@ -96,13 +104,12 @@ class Bench:
         fault: Fault,
         name: str,
         *,
-        constraint: str = "",
         turn: AbstractContextManager[object] | None = None,
     ) -> None:
         """Play one cell, and take Stepkeeper's relaunch apart where it is one."""
         began = time.time()
         try:
-            outcome, spot = play(self.lab, self.site, way, fault, name, constraint=constraint, turn=turn)
+            outcome, spot = play(self.lab, self.site, way, fault, name, own=self._own.get(way.name, ()), turn=turn)
         except Exception as error:  # noqa: BLE001 - one cell must not cost the others; the page tells
             outcome, spot = Outcome(way=way.name, fault=fault.name, why_not=f"could not be played: {error}"[:300]), None
             print(f"{name}: {error}", flush=True)
@@ -129,6 +136,7 @@ class Bench:
     def one_after_another(self, ways: Sequence[Way], fault: Fault) -> None:
         """Play a fault under each way; those that will only stand still do so together."""
         ways = [way for way in ways if fault.loses_node or not way.only_lost_nodes]
+        ways = [way for way in ways if fault.requeues or not way.only_requeues]
         together = [way for way in ways if fault.name in ("hang", STOPPED.name) and not way.watches_hangs]
         for way in ways:
             if way not in together:
@@ -142,9 +150,7 @@ class Bench:
         """Play a fault under all ways, each on nodes of its own; the fault comes to one after another."""
         turn = Lock()
         with ThreadPoolExecutor(len(ways)) as pool:
-            for done in [
-                pool.submit(self.one, way, fault, self.name(way, fault), constraint=way.name, turn=turn) for way in ways
-            ]:
+            for done in [pool.submit(self.one, way, fault, self.name(way, fault), turn=turn) for way in ways]:
                 done.result()
 
 
@@ -174,8 +180,7 @@ def main() -> None:
     for _ in range(chosen.repeats):
         with Lab(PRODUCTION if chosen.production else OPTIONS) as lab:
             bench = Bench(lab, site)
-            if chosen.production:
-                give_nodes(lab, ways)
+            bench.give_nodes([way for way in ways if way.agents or chosen.production])
             for fault in faults:
                 if chosen.production:
                     bench.at_the_same_time(ways, fault)
@@ -188,13 +193,6 @@ def main() -> None:
             print(f"kept: {bench.found().keep(kind)}", flush=True)
     if chosen.page is None:
         write(kind, newest(kind), faults, site, PRODUCTION_PAGE if chosen.production else PAGE)
-
-
-def give_nodes(lab: Lab, ways: Sequence[Way]) -> None:
-    """Give each way nodes of its own."""
-    for index, way in enumerate(ways):
-        own = ",".join(lab.node_names[NODES_EACH * index : NODES_EACH * (index + 1)])
-        lab.run("scontrol", "update", f"NodeName={own}", f"AvailableFeatures={way.name}")
 
 
 def write(kind: str, rounds: Sequence[Round], faults: Sequence[Fault], site: Peers, to: Path) -> None:

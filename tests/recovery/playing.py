@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 from tests.lab import Lab
+from tests.lab.agents import Agents
 from tests.lab.jobs import ENDED
 from tests.recovery.environment import Peers
 from tests.recovery.ways import EVERY, USER, Spot, Way
@@ -47,6 +48,8 @@ class Fault:
     strike: Callable[[Spot, int], float]
     """Do it to a job; return when."""
     loses_node: bool = False
+    requeues: bool = False
+    """The job loses its allocation."""
 
     @property
     def step(self) -> int:
@@ -81,6 +84,8 @@ def lose_node(spot: Spot, job: int) -> float:
     node = _other_node(spot, job)
     at = time.time()
     spot.lab.kill_node(node)
+    if spot.agents:
+        spot.agents.kill(node)
     return at
 
 
@@ -89,6 +94,8 @@ def silence_node(spot: Spot, job: int) -> float:
     node = _other_node(spot, job)
     at = time.time()
     spot.lab.freeze_node(node)
+    if spot.agents:
+        spot.agents.kill(node)  # nobody beyond the node is connected to it
     return at
 
 
@@ -125,8 +132,10 @@ FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(name="rank", what="kill -9 of a rank", saves=1, limit_s=120.0, strike=kill_rank),
-        Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True),
-        Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
+        Fault(
+            name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True, requeues=True
+        ),
+        Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt, requeues=True),
         Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
     )
 }
@@ -145,6 +154,7 @@ IN_PRODUCTION: dict[str, Fault] = {
             limit_s=PRODUCTION_LIMIT_S,
             strike=silence_node,
             loses_node=True,
+            requeues=True,
         ),
     )
 }
@@ -158,7 +168,7 @@ def play(
     fault: Fault,
     name: str,
     *,
-    constraint: str = "",
+    own: Sequence[str] = (),
     turn: AbstractContextManager[object] | None = None,
 ) -> tuple[Outcome, Spot]:
     """Train, strike, and wait for the next new step; leave the lab as it was.
@@ -169,24 +179,28 @@ def play(
         way: who recovers.
         fault: from what.
         name: of a directory that is not there.
-        constraint: the feature of the nodes that the job may have; empty: all.
+        own: the nodes that the job may have, whose feature is the way's name; empty: all.
         turn: held from the submission until the fault has come; None: nothing.
     """
-    spot = Spot(lab=lab, name=name, peers=peers, constraint=constraint)
-    with turn or nullcontext():
-        spot.prepare()
-        job = way.submit(spot)
+    with ExitStack() as stack:
+        agents = stack.enter_context(Agents(lab)) if way.agents else None
+        spot = Spot(lab=lab, name=name, peers=peers, constraint=way.name if own else "", agents=agents)
+        with turn or nullcontext():
+            if agents is not None:
+                agents.start(*own)
+            spot.prepare()
+            job = way.submit(spot)
+            try:
+                _train(spot, job, way, fault)
+                held = lab.job(job).nodes
+                struck_at = fault.strike(spot, job)
+            except BaseException:
+                _leave(lab, job)
+                raise
         try:
-            _train(spot, job, way, fault)
-            held = lab.job(job).nodes
-            struck_at = fault.strike(spot, job)
-        except BaseException:
-            _leave(lab, job)
-            raise
-    try:
-        outcome = _wait(spot, job, way, fault, struck_at)
-    finally:
-        _leave(lab, job, held if fault.loses_node else ())
+            outcome = _wait(spot, job, way, fault, struck_at)
+        finally:
+            _leave(lab, job, held if fault.loses_node else ())
     return outcome, spot
 
 

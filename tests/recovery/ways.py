@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.lab import Lab
+from tests.lab.agents import Agents
 from tests.lab.site import site_python
 from tests.recovery.environment import Peers
 from tests.training import SMALL, Training
@@ -41,6 +42,8 @@ class Spot:
     peers: Peers
     constraint: str = ""
     """The feature of the nodes that its job may have; empty: all."""
+    agents: Agents | None = None
+    """Those of its nodes; None: it has none."""
 
     @property
     def directory(self) -> Path:
@@ -102,6 +105,10 @@ class Way:
     watches_hangs: bool = False
     only_lost_nodes: bool = False
     """What sets it apart matters only where a node is lost."""
+    only_requeues: bool = False
+    """What sets it apart matters only where the job is requeued."""
+    agents: bool = False
+    """Its nodes, which no other way needs, have a node agent each."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Fault to why this way does not recover from it, for the page; used only where it did not."""
 
@@ -119,7 +126,12 @@ def stepkeeper(spot: Spot, *run_args: str, nodes: int = 2, torchrun: bool = Fals
         sbatch_args=(f"--output={spot.log}",),
         command=(*(elastic if torchrun else (str(python),)), str(spot.directory / "ours.py"), *OPTIONS),
         # its own environment has the project already
-        env={"RECOVERY_DIR": str(spot.directory), "STEPKEEPER_RUN_DIR": str(spot.directory / "run"), **spot.where},
+        env={
+            "RECOVERY_DIR": str(spot.directory),
+            "STEPKEEPER_RUN_DIR": str(spot.directory / "run"),
+            **({"STEPKEEPER_AGENT_SOCKET": str(spot.agents.socket("%N"))} if spot.agents else {}),
+            **spot.where,
+        },
     )
     return training.submit().job_id
 
@@ -204,6 +216,14 @@ WAYS: dict[str, Way] = {
             what="`sbatch stepkeeper.sbatch`, all settings as they come; saves by its CheckpointManager",
             submit=stepkeeper,
             watches_hangs=True,
+        ),
+        Way(
+            name="stepkeeper-agent",
+            what="the same on nodes with a [node agent](node-agent.md) each, which the administrator installs",
+            submit=stepkeeper,
+            watches_hangs=True,
+            only_requeues=True,
+            agents=True,
         ),
         Way(
             name="stepkeeper-warm",

@@ -16,19 +16,15 @@ from stepkeeper.simulate.world import PRESETS, Kind, World
 HOUR = 3600.0
 
 
-long = pytest.mark.campaign
-
-
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "world",
     [
         pytest.param(World(spares=16), id="llama3"),
-        pytest.param(
-            World(nodes=128, spares=2, failures=PRESETS["rsc1"], days=200.0, load_s=600.0), id="rsc1", marks=long
-        ),
-        pytest.param(World(spares=16, interval_s=600.0), id="every ten minutes", marks=long),
-        pytest.param(World(spares=16, interval_s=2 * HOUR, blocked_s=60.0, persist_s=300.0), id="slow", marks=long),
-        pytest.param(World(), id="every fault of a node waits in the queue", marks=long),
+        pytest.param(World(nodes=128, spares=2, failures=PRESETS["rsc1"], days=200.0, load_s=600.0), id="rsc1"),
+        pytest.param(World(spares=16, interval_s=600.0), id="every ten minutes"),
+        pytest.param(World(spares=16, interval_s=2 * HOUR, blocked_s=60.0, persist_s=300.0), id="slow"),
+        pytest.param(World(), id="every fault of a node waits in the queue"),
     ],
 )
 def test_what_the_rules_come_to_is_what_the_plan_expects(world: World) -> None:
@@ -41,6 +37,7 @@ def test_what_the_rules_come_to_is_what_the_plan_expects(world: World) -> None:
     assert found.failures == pytest.approx(world.failures * world.nodes * world.days / 1000, rel=0.2)
 
 
+@pytest.mark.campaign
 def test_published_rates_come_to_published_shares() -> None:
     """Llama 3: 419 interruptions in 54 days, and more than nine tenths of the time effective."""
     found = simulate(World(spares=16, interval_s=600.0), Policy(), runs=2, seed=3)
@@ -103,7 +100,7 @@ def test_budgets_hold_in_a_world_where_nothing_gets_done() -> None:
     assert result.spent[Use.PRODUCTIVE] < 0.01 * result.wall_s
 
 
-@long
+@pytest.mark.campaign
 def test_names_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(nodes=160, spares=4, failures=30.0, days=20.0)
     few = simulate(world, Policy(), runs=4, seed=1)

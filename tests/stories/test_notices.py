@@ -18,6 +18,7 @@ TRIES = 4
 LIMITED_S = 400.0  # a job of a minute begins, is told, and begins again, on a busy machine
 
 
+@pytest.mark.campaign
 def test_the_nodes_are_given_back_as_soon_as_the_checkpoint_is_verified(lab: Lab, reference: Training) -> None:
     """Grace time is a limit, not a wait: the urgent job starts when the commit is done, not when grace is over.
 

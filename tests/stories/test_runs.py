@@ -73,6 +73,7 @@ def test_a_finished_run_is_never_run_again(lab: Lab) -> None:
     assert len(list(training.run_dir.glob("logs/*/launch-*"))) == 1, "it was launched again"
 
 
+@pytest.mark.campaign
 def test_another_job_is_refused_while_a_run_is_alive(lab: Lab, reference: Training) -> None:
     training = Training(lab, name="busy", steps=40, step_seconds=0.4).submit()
     training.wait_step(3)
@@ -133,6 +134,7 @@ def test_another_world_size_goes_on_within_rounding(lab: Lab, reference: Trainin
     assert worst < 1e-6, f"{worst:.2g}\n{training.story()}"
 
 
+@pytest.mark.campaign
 def test_the_supervisor_lives_in_an_environment_of_its_own(lab: Lab, reference: Training) -> None:
     """No torch beside the supervisor, and a PYTHONPATH full of traps for it: training finds torch in its own."""
     traps = lab.workdir("games") / "traps"

@@ -80,6 +80,7 @@ def test_a_step_that_only_the_nodes_disks_have_is_gone_on_from_and_said_so(lab: 
     assert_complete(training, reference)
 
 
+@pytest.mark.campaign
 @pytest.mark.slurm
 def test_a_killed_rank_costs_one_interval_of_snapshots_and_memory_is_given_back(lab: Lab, reference: Training) -> None:
     """Saves are far apart: what is done again, the nodes' memory decides."""

@@ -58,7 +58,9 @@ def test_a_notice_in_an_evaluation_is_answered_in_it(stage: Stage, tmp_path: Pat
     assert saves(tmp_path) == {"save-5": ["0", "1"]}
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "saving"])
+@pytest.mark.parametrize(
+    "where", ["behind", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("before", "saving"))]
+)
 def test_an_error_of_ours_on_one_rank_withdraws_all_and_training_goes_on(
     where: str, stage: Stage, tmp_path: Path
 ) -> None:
@@ -68,7 +70,9 @@ def test_an_error_of_ours_on_one_rank_withdraws_all_and_training_goes_on(
     assert steps(tmp_path) == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("scene", ["alone", "nested", "described_badly", "with_manager"])
+@pytest.mark.parametrize(
+    "scene", ["alone", pytest.param("nested", marks=pytest.mark.campaign), "described_badly", "with_manager"]
+)
 def test_ranks_attach_together_or_not_at_all(scene: str, stage: Stage, tmp_path: Path) -> None:
     ended = stage.play(f"{HERE}:{scene}", tmp_path, ranks=2, limit_s=60.0)
 

@@ -452,6 +452,7 @@ export.export(plan, Path(sys.argv[2]))
 """
 
 
+@pytest.mark.campaign
 def test_killed_at_any_moment_it_leaves_all_or_nothing_and_the_next_one_clears_up(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:

@@ -90,7 +90,7 @@ def resume(tmp_path: Path, memory: Path, *, nodes: int = 1, **more: str) -> str:
         return ranks.output()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_after_a_killed_rank_it_goes_on_from_the_snapshot_with_the_same_losses(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str], nodes: int
 ) -> None:
@@ -297,6 +297,7 @@ def test_where_memory_has_no_room_it_is_told_once_and_training_and_saves_go_on(
     assert [each.step for each in steps.list_steps(tmp_path / "run" / "checkpoints")] == [24, 16, 8]
 
 
+@pytest.mark.campaign
 def test_ranks_of_a_node_that_do_not_share_its_memory_say_so_once_and_leave_nothing_in_it(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str]
 ) -> None:
@@ -317,7 +318,9 @@ def test_ranks_of_a_node_that_do_not_share_its_memory_say_so_once_and_leave_noth
     assert losses(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.parametrize("made", ["link", "open", "stranger"])
+@pytest.mark.parametrize(
+    "made", ["link", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("open", "stranger"))]
+)
 def test_what_somebody_else_made_in_memory_is_not_used(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str], made: str
 ) -> None:
@@ -349,6 +352,7 @@ def test_what_somebody_else_made_in_memory_is_not_used(
     assert losses(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.campaign
 def test_a_notice_is_not_held_up_by_snapshots_and_leaves_none(
     tmp_path: Path, memory: Path, undisturbed: dict[int, str]
 ) -> None:

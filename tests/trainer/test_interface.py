@@ -284,7 +284,7 @@ raise DamagedError("a test") if sys.argv[4] == "ours" else ValueError("a test")
 
 
 @pytest.mark.parametrize("kind", ["ours", pytest.param("the script's", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("attached", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_an_exception_that_nobody_catches(tmp_path: Path, kind: str, *, attached: bool) -> None:
     """Attached: a save in flight is committed, and an error of the library has its code and no traceback."""
     options = {"attach_excepthook": True} if attached else {}
@@ -334,7 +334,7 @@ def test_a_rank_that_does_not_come_is_named(stage: Stage, tmp_path: Path) -> Non
         assert f"rank {rank}: rank 1 did not come to step_done() within 8 s" in ended.said
 
 
-@pytest.mark.parametrize("when", ["resume", "first step"])
+@pytest.mark.parametrize("when", [pytest.param("resume", marks=pytest.mark.campaign), "first step"])
 def test_what_one_rank_cannot_save_ends_all_ranks_at_once_with_the_same_words(
     stage: Stage, tmp_path: Path, when: str
 ) -> None:

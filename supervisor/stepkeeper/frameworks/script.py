@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SCRIPT_BYTES_MAX = 1024 * 1024
 _VARIABLE = "$"
 _QUOTED = re.compile(r"""(["'])([^"'\\]*)\1\s*(?:#.*)?""")  # of YAML, with nothing in it that must be unfolded
 _COMMENT = re.compile(r"\s#.*")

@@ -115,6 +115,24 @@ def test_an_absence_that_lasts_is_told_once_more_with_its_length(start: Start, m
     assert len(watch.seen) == 2
 
 
+def test_a_missing_driver_is_looked_for_seldom_and_a_crash_is_followed_at_once(nvml: FakeNvml, start: Start) -> None:
+    """A watcher's own sensors leave the processors to ranks that import."""
+    patience = Patience(restart_after_s=0.05, restart_after_max_s=0.05, absent_again_s=3600.0)
+    watch = start(patience=patience)
+    for times in (1, 2):
+        wait_until(lambda times=times: watch.count(NvmlState.READY) == times, f"ready {times} times")
+        if times == 2:
+            nvml.answer("nvmlInitWithFlags", fake_nvml.DRIVER_NOT_LOADED)
+        assert watch.process.pid is not None
+        os.kill(watch.process.pid, signal.SIGKILL)
+    watch.status(NvmlState.ABSENT)
+    nvml.answer("nvmlInitWithFlags", fake_nvml.OK)
+
+    time.sleep(20 * patience.restart_after_s)
+
+    assert watch.count(NvmlState.READY) == 2
+
+
 def test_a_driver_that_is_not_loaded_is_absent_and_noticed_when_it_comes(nvml: FakeNvml, start: Start) -> None:
     nvml.answer("nvmlInitWithFlags", fake_nvml.DRIVER_NOT_LOADED)
     watch = start()

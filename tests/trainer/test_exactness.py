@@ -378,6 +378,59 @@ def test_no_part_is_told_that_is_given_or_may_be(tmp_path: Path, said: Said, whi
     assert said("part_not_saved") == []
 
 
+def trained(tmp_path: Path, more: dict[str, Any]) -> Callable[[torch.optim.Optimizer | None], None]:
+    """Return what makes some steps of a module by an optimizer, and saves the last one."""
+    loop = Loop(tmp_path / "run", more=more)
+
+    def steps(optimizer: torch.optim.Optimizer | None) -> None:
+        for _ in range(3):
+            loop.train()
+            if optimizer is not None:
+                more["critic"](torch.ones(4)).sum().backward()
+                optimizer.step()
+            loop.manager.step_done()
+        loop.manager.save()
+
+    return steps
+
+
+def test_an_optimizer_that_another_one_replaces_in_training_is_told_once(tmp_path: Path, said: Said) -> None:
+    critic = torch.nn.Linear(4, 1)
+    first = torch.optim.AdamW(critic.parameters(), lr=0.1)
+    steps = trained(tmp_path, {"critic": critic, "adam": first})
+    for _ in range(2):
+        steps(first)
+    assert said("optimizer_replaced") == []
+    second = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    for _ in range(3):
+        steps(second)
+
+    [told] = said("optimizer_replaced")
+    assert "part=adam" in told
+    assert "step=9" in told, told
+    assert "since step 6" in told, told
+
+
+@pytest.mark.parametrize("which", ["rests", "in turns", "without moments", "its own moments"])
+def test_an_optimizer_that_may_stand_still_is_not_told(tmp_path: Path, said: Said, which: str) -> None:
+    critic = torch.nn.Linear(4, 1)
+    first: torch.optim.Optimizer = torch.optim.AdamW(critic.parameters(), lr=0.1)
+    if which == "without moments":
+        first = torch.optim.SGD(critic.parameters(), lr=0.1)
+    second = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    steps = trained(
+        tmp_path, more={"critic": critic, "adam": first} | ({"second": second} if which == "in turns" else {})
+    )
+    for _ in range(2):
+        steps(first)
+    if which == "its own moments":
+        second.load_state_dict(first.state_dict())  # the same tensors, which a save of the first one has
+    for _ in range(2):
+        steps(None if which == "rests" else second)
+
+    assert said("optimizer_replaced") == []
+
+
 @pytest.mark.parametrize("micro_batches", [2, 4])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradients_that_wait_for_a_later_step_are_told_once(

@@ -7,7 +7,7 @@ another run where
 * anything else draws where a resume does not, or does not where a resume draws: `Redrawn` compares the generators at
   the next `step_done` after a save with those at the same `step_done` after a resume;
 * the data position is not in the state, does not move, or runs ahead: `Position` looks at the first two `step_done`;
-* training uses another part that is not in the state: `Omissions` looks at the same two;
+* training uses another part that is not in the state: `Omissions` looks at the same two, and `Replaced` at each save;
 * the state changes after `step_done`, or the weights do after `resume`: `Afterwards` compares as the loop comes round.
 
 A step that draws random numbers itself, draws the same ones in both, and none of these says anything of it.  What goes
@@ -46,7 +46,7 @@ from stepkeeper_trainer.log import say, warn
 from stepkeeper_trainer.observe import schedules
 from stepkeeper_trainer.observe.afterwards import Afterwards
 from stepkeeper_trainer.observe.metrics import METRICS_NAME
-from stepkeeper_trainer.observe.omissions import Omissions
+from stepkeeper_trainer.observe.omissions import Omissions, Replaced
 from stepkeeper_trainer.observe.position import Position
 from stepkeeper_trainer.save.save import conditions
 from stepkeeper_trainer.state import random_state
@@ -342,7 +342,7 @@ class Exactness:
         if resumed.step is not None:
             schedules.tell_restored(self._made, schedules.options_of(state.others))
         self._position = Position(state.others, tensors)
-        self._omissions = Omissions(state)
+        self._omissions, self._replaced = Omissions(state), Replaced(state)
         self._afterwards = Afterwards(state, resumed.step)
         self._evaluations = Evaluations(hooked, self.end)
         self._redrawn = Redrawn(run_directory, resumed, comparable=not (resumed.changes or environment.skip_data))
@@ -375,6 +375,7 @@ class Exactness:
         """Note how things are as `step_done` ends; `sequence` is that of the newest save, `of_now` if of this step."""
         if sequence != self._sequence:
             self._sequence = sequence
+            self._replaced.saved(step)
             if of_now:
                 self._redrawn.saved(step)
         self._evaluations.leave(step)

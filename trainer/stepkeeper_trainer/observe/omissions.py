@@ -3,11 +3,15 @@
 A resume begins such a part again, without any error: a schedule, a gradient scaler, an optimizer with its moments, an
 average of weights, and gradients that one `step_done` leaves for the next one.  A part of the script's own may hold
 what is missing elsewhere: where the state has one, only gradients are looked at.
+
+An optimizer that a script makes anew in the middle of training leaves the old one in the state.  `Replaced` looks at
+each save whether an optimizer of the state still trains.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ KINDS = (LRScheduler, Optimizer, GradScaler, AveragedModel)
 KNOWN = ("torch", "torchdata", "datasets", "stepkeeper_trainer")  # packages whose parts hold nothing of these kinds
 PROBES = 4  # weights of which a number is compared
 LOOKS = 2  # steps that are looked at
+TRAINED_MAX = 64  # weights of an optimizer that are looked at in a save, evenly chosen
 
 
 class _Seen(NamedTuple):
@@ -125,6 +130,64 @@ class Omissions:
         weights = [local(each.detach()) for each in self._weights_of_all()[:PROBES]]
         plain = [each for each in weights if type(each) is torch.Tensor and each.is_floating_point() and each.numel()]
         return [float(each[(0,) * each.dim()]) for each in plain]
+
+
+class _Trained(NamedTuple):
+    """How some weights of an optimizer were at a save, and what the optimizer has learned of them."""
+
+    step: int
+    weights: list[int]
+    moments: list[tuple[int, int]]
+
+
+class Replaced:
+    """Of rank 0; used by its main thread alone.
+
+    The moments of an optimizer of the state moved before, and stand still while its weights move.  One without moments
+    (SGD without momentum) has nothing to lose, and one whose moments no counter shows is never named.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        """Begin right after a resume."""
+        self._state = state
+        self._last: dict[str, _Trained] = {}
+        self._worked: set[str] = set()  # optimizers, since the last warning
+
+    def saved(self, step: int) -> None:
+        """Look around as a save has begun."""
+        for name, part in self._state.optimizers.items():
+            now, last = _trained(part.optimizer, step), self._last.get(name)
+            self._last[name] = now
+            if last is None or step <= last.step:
+                continue
+            if now.moments != last.moments:
+                self._worked.add(name)
+            elif now.weights != last.weights and name in self._worked and not self._has_successor(name):
+                self._worked.remove(name)
+                warn(
+                    "optimizer_replaced",
+                    step=step,
+                    part=name,
+                    why=f"its weights have changed since step {last.step}, and its own state has not: "
+                    "another optimizer trains them, and a resume begins that one again",
+                    remedy="change the optimizer of the state in place (param_groups, add_param_group), or give both "
+                    "optimizers to CheckpointManager(state={...})",
+                )
+
+    def _has_successor(self, name: str) -> bool:
+        """Whether another optimizer of the state has some of the same weights: two may take turns."""
+        own = set(map(id, _weights_of(self._state.optimizers[name].optimizer)))
+        others = (part.optimizer for other, part in self._state.optimizers.items() if other != name)
+        return any(id(weight) in own for other in others for weight in _weights_of(other))
+
+
+def _trained(optimizer: Any, step: int) -> _Trained:
+    weights = _weights_of(optimizer)
+    some = weights[:: max(1, len(weights) // TRAINED_MAX)]
+    states = [optimizer.state.get(weight, {}) for weight in some] if isinstance(optimizer.state, Mapping) else []
+    moments = [each for state in states if isinstance(state, Mapping) for each in state.values()]
+    tensors = [each for each in moments if isinstance(each, torch.Tensor)]
+    return _Trained(step, _versions(some), [(id(each), sum(_versions([each]))) for each in tensors])
 
 
 def _weights_of(optimizer: Any) -> list[torch.Tensor]:

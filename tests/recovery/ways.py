@@ -108,7 +108,7 @@ class Way:
     only_requeues: bool = False
     """What sets it apart matters only where the job is requeued."""
     agents: bool = False
-    """Its nodes, which no other way needs, have a node agent each."""
+    """Its job is kept to nodes of its own, which have a node agent each meanwhile."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Fault to why this way does not recover from it, for the page; used only where it did not."""
 

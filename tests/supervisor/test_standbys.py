@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -164,7 +165,12 @@ def test_by_default_they_start_when_a_rank_is_suspected_and_leave_with_the_next_
     told.lines.clear()
     seldom.look(ASLEEP, training())
     assert seldom.variables(1, NODES) == {}, "a rank that sleeps again and again has torch imported once"
-    seldom.look(step(3, 1), training(1))
+    seldom.look(msgspec.structs.replace(ASLEEP, at=ASLEEP.at + standbys.SUSPECTED_AGAIN_S), training())
+    told.wait("standby_ready")
+    assert seldom.variables(1, NODES), "the next pause may be a hang"
+    seldom.look(step(3), training())
+    told.lines.clear()
+    seldom.look(step(4, 1), training(1))
     seldom.look(on.Suspected(at=1.0, nodes=NODES, rank=0), training(1))
     told.wait("standby_ready")
     assert seldom.variables(2, NODES)
@@ -184,6 +190,33 @@ def test_a_rank_that_runs_in_one_is_not_ended_by_a_suspicion(seldom, told, tmp_p
 
     assert seldom.variables(2, NODES)[standbys.VARIABLE].replace("%N", "n1") != place
     assert Path(f"/proc/{pid}/cmdline").read_bytes(), "the rank that sleeps may go on yet"
+
+
+def test_ranks_outlive_the_standbys_of_torchrun(fake, tmp_path, told, monkeypatch):
+    """The step of torchrun's standbys has ended; the next ones take the place of those whose ranks train."""
+    monkeypatch.setattr(standbys, "ENDED", ((0.1, signal.SIGTERM), (0.3, signal.SIGKILL)))
+    made = fake(
+        job(tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "train.py"),
+        {**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    made.look(step(1), training())
+    told.wait("standby_ready")
+    told.wait("standby_of_torchrun_ready")
+    found = made.variables(1, NODES)
+    pid, _held = take(found[wrapper.HOOK].replace("%N", "n1"), tmp_path, "-u")
+    agents = f"{standbys.VARIABLE}={found[standbys.VARIABLE]}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours
+            if agents in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    told.wait("standby_ended")
+    told.lines.clear()
+
+    made.look(step(2, 1), training(1))
+    told.wait("standby_ready")
+    time.sleep(1.0)
+
+    assert Path(f"/proc/{pid}/cmdline").read_bytes(), "the rank trains"
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["waits", "is a rank"])
@@ -215,13 +248,13 @@ def test_a_kill_for_lack_of_memory_is_the_launchs_where_its_rank_is_killed(fake,
     assert log.exists() == taken
 
 
-def take(place, tmp_path):
+def take(place, tmp_path, *options):
     """Have a standby become a rank that runs, and return its pid and what holds it."""
     script, up = tmp_path / "train.py", tmp_path / "up"
     script.write_text(f"import time\nopen({str(up)!r}, 'w').close()\ntime.sleep(600)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_LOCALID": "0"}
     taken = wrapper.Standby(place, "SLURM_LOCALID", environment)
-    pid = taken.take([sys.executable], [str(script)], environment)
+    pid = taken.take([sys.executable, *options], [str(script)], environment)
     assert pid, taken.reported
     until(up.exists)
     return pid, taken

@@ -37,6 +37,7 @@ from stepkeeper.supervisor.sources.process import Inbox, Part
 from stepkeeper.supervisor.srun import Srun
 
 ENDED = ((3.0, signal.SIGTERM), (10.0, signal.SIGKILL))
+SUSPECTED_AGAIN_S = 600.0  # a rank that sleeps again and again must not have torch imported each time
 ERROR_CHARACTERS_MAX = 300
 TORCHRUN, OMP = "torchrun", "OMP_NUM_THREADS"
 RANKS, AGENTS = "ranks", "agents"
@@ -140,6 +141,7 @@ class Standbys:
         self._serial = 0
         self._furthest = -1
         self._prepared: int | None = None  # the newest launch whose spares were asked for
+        self._again_at = 0.0  # from then on they are started in the same launch again, where none are there
         if self._way.why_not and always:
             log.warning("standby_impossible", why=self._way.why_not)
 
@@ -201,11 +203,7 @@ class Standbys:
         return [*self._steps, *self._ahead, *self._former]
 
     def _prepare_for(self, suspected: on.Suspected, state: State) -> None:
-        """Have standbys where the next launch will be if the suspicion is right; those that are there stay as well.
-
-        A rank is suspected at most once a launch: one that sleeps again and again must not have torch imported each
-        time.
-        """
+        """Have standbys where the next launch will be if the suspicion is right; those that are there stay as well."""
         launch = state.launch
         if suspected.rank is None:
             nodes = places(without_nodes(state, suspected.nodes)) if state.phase is Phase.STARTING else ()
@@ -213,8 +211,10 @@ class Standbys:
                 for step in self._ahead:
                     step.close()
                 self._ahead = self._begin(launch.number, nodes)
-        elif state.phase is Phase.TRAINING and self._prepared != launch.number and not only_tells(state):
-            self._prepared = launch.number
+            return
+        again = not self._steps and suspected.at >= self._again_at
+        if state.phase is Phase.TRAINING and (self._prepared != launch.number or again) and not only_tells(state):
+            self._prepared, self._again_at = launch.number, suspected.at + SUSPECTED_AGAIN_S
             self._prepare(launch.number, launch.nodes)
 
     def _retire(self) -> None:
@@ -232,7 +232,7 @@ class Standbys:
 
     def _prepare(self, launch: int, nodes: tuple[str, ...]) -> None:
         if any(step.nodes != nodes or not step.runs for step in self._steps):
-            self.close()
+            self._retire()  # ranks may be in those that run
         if not self._steps:
             self._steps = self._begin(launch, nodes)
         else:

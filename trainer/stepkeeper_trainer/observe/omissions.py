@@ -132,19 +132,44 @@ class Omissions:
         return [float(each[(0,) * each.dim()]) for each in plain]
 
 
-class _Trained(NamedTuple):
+class _Trained:
     """How some weights of an optimizer were at a save, and what the optimizer has learned of them."""
 
-    step: int
-    weights: list[int]
-    moments: list[tuple[int, int]]
+    def __init__(self, optimizer: Any, step: int) -> None:
+        weights = _weights_of(optimizer)
+        some = weights[:: max(1, len(weights) // TRAINED_MAX)]
+        held = optimizer.state if isinstance(optimizer.state, Mapping) else {}
+        values = [each for weight in some for each in dict(held.get(weight, {})).values()]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        self.step = step
+        self.weights = _versions(some)
+        self.numbers = [each for each in values if isinstance(each, (int, float))]
+        self._moments = [(weakref.ref(each), _versions([each])) for each in tensors]
+
+    def moved(self, last: _Trained) -> bool:
+        """Tell whether moments that were there have changed in place, or the number of a step."""
+        return self.numbers != last.numbers or any(
+            now() is was() and counts != before
+            for (now, counts), (was, before) in zip(self._moments, last._moments, strict=False)
+        )
+
+    def stands(self, last: _Trained) -> bool:
+        """Tell whether all that is known of the optimizer is as it was."""
+        return (
+            self.numbers == last.numbers
+            and 0 < len(self._moments) == len(last._moments)
+            and all(
+                now() is was() and counts == before
+                for (now, counts), (was, before) in zip(self._moments, last._moments, strict=True)
+            )
+        )
 
 
 class Replaced:
     """Of rank 0; used by its main thread alone.
 
-    The moments of an optimizer of the state moved before, and stand still while its weights move.  One without moments
-    (SGD without momentum) has nothing to lose, and one whose moments no counter shows is never named.
+    The moments of an optimizer of the state moved before, and stand still in two saves in a row while its weights move.
+    One without moments (SGD without momentum) has nothing to lose.  One whose moments no counter shows is never named.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -152,23 +177,30 @@ class Replaced:
         self._state = state
         self._last: dict[str, _Trained] = {}
         self._worked: set[str] = set()  # optimizers, since the last warning
+        self._stood: dict[str, int] = {}  # optimizer -> the step since which it stands still
 
     def saved(self, step: int) -> None:
         """Look around as a save has begun."""
         for name, part in self._state.optimizers.items():
-            now, last = _trained(part.optimizer, step), self._last.get(name)
-            self._last[name] = now
-            if last is None or step <= last.step:
+            now, last = _Trained(part.optimizer, step), self._last.get(name)
+            if last is not None and step <= last.step:
                 continue
-            if now.moments != last.moments:
+            self._last[name] = now
+            if last is None:
+                continue
+            if now.moved(last):
                 self._worked.add(name)
-            elif now.weights != last.weights and name in self._worked and not self._has_successor(name):
+            if name not in self._worked or not now.stands(last) or now.weights == last.weights:
+                self._stood.pop(name, None)
+            elif name not in self._stood:
+                self._stood[name] = last.step
+            elif not self._has_successor(name) and not _living((torch.cuda.CUDAGraph,)):  # a replay moves no counter
                 self._worked.remove(name)
                 warn(
                     "optimizer_replaced",
                     step=step,
                     part=name,
-                    why=f"its weights have changed since step {last.step}, and its own state has not: "
+                    why=f"its weights have changed since step {self._stood.pop(name)}, and its own state has not: "
                     "another optimizer trains them, and a resume begins that one again",
                     remedy="change the optimizer of the state in place (param_groups, add_param_group), or give both "
                     "optimizers to CheckpointManager(state={...})",
@@ -179,15 +211,6 @@ class Replaced:
         own = set(map(id, _weights_of(self._state.optimizers[name].optimizer)))
         others = (part.optimizer for other, part in self._state.optimizers.items() if other != name)
         return any(id(weight) in own for other in others for weight in _weights_of(other))
-
-
-def _trained(optimizer: Any, step: int) -> _Trained:
-    weights = _weights_of(optimizer)
-    some = weights[:: max(1, len(weights) // TRAINED_MAX)]
-    states = [optimizer.state.get(weight, {}) for weight in some] if isinstance(optimizer.state, Mapping) else []
-    moments = [each for state in states if isinstance(state, Mapping) for each in state.values()]
-    tensors = [each for each in moments if isinstance(each, torch.Tensor)]
-    return _Trained(step, _versions(some), [(id(each), sum(_versions([each]))) for each in tensors])
 
 
 def _weights_of(optimizer: Any) -> list[torch.Tensor]:

@@ -139,7 +139,8 @@ class _Trained:
         weights = _weights_of(optimizer)
         some = weights[:: max(1, len(weights) // TRAINED_MAX)]
         held = optimizer.state if isinstance(optimizer.state, Mapping) else {}
-        values = [each for weight in some for each in dict(held.get(weight, {})).values()]
+        kept = [held.get(weight) for weight in some]
+        values = [each for one in kept if isinstance(one, Mapping) for each in one.values()]
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
         self.step = step
         self.weights = _versions(some)

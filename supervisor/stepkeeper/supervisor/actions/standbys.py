@@ -178,7 +178,7 @@ class Standbys:
             if step not in fitting:
                 step.close()
         self._steps, self._ahead, self._former = fitting, [], []
-        if not fitting:
+        if not fitting or not fitting[0].has_spares:
             return {}
         ranks, *agents = fitting
         ranks.expect(launch)
@@ -309,6 +309,8 @@ class _Step:
         self._srun = Srun(
             inbox, Part.STANDBYS, "standby", on_word=self._on_word, on_line=self._hear, errors=Part.STANDBYS
         )
+        self.has_spares = False
+        """Whether spares were asked for since a launch was to take them."""
         self._leaving = self._closed = False
         self._ready: dict[tuple[str, str], int] = {}  # node, slot -> MiB
         self._taken = self._of = 0  # keepers that have a rank, and how many there are
@@ -326,11 +328,13 @@ class _Step:
     def say(self, word: str) -> None:
         """Tell every keeper."""
         if word == "prepare":
+            self.has_spares = True
             self._ready.clear()
         self._srun.say(word.encode() + b"\n")
 
     def expect(self, launch: int) -> None:
         """Their ranks will be those of this launch."""
+        self.has_spares = False
         self._launch, self._taken = launch, 0
 
     def leave(self) -> None:

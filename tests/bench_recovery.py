@@ -135,8 +135,7 @@ class Bench:
 
     def one_after_another(self, ways: Sequence[Way], fault: Fault) -> None:
         """Play a fault under each way; those that will only stand still do so together."""
-        ways = [way for way in ways if fault.loses_node or not way.only_lost_nodes]
-        ways = [way for way in ways if fault.requeues or not way.only_requeues]
+        ways = [way for way in ways if not way.faults or fault.name in way.faults]
         together = [way for way in ways if fault.name in ("hang", STOPPED.name) and not way.watches_hangs]
         for way in ways:
             if way not in together:

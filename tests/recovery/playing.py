@@ -48,8 +48,6 @@ class Fault:
     strike: Callable[[Spot, int], float]
     """Do it to a job; return when."""
     loses_node: bool = False
-    requeues: bool = False
-    """The job loses its allocation."""
 
     @property
     def step(self) -> int:
@@ -132,10 +130,8 @@ FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(name="rank", what="kill -9 of a rank", saves=1, limit_s=120.0, strike=kill_rank),
-        Fault(
-            name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True, requeues=True
-        ),
-        Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt, requeues=True),
+        Fault(name="node", what="loss of a node", saves=1, limit_s=180.0, strike=lose_node, loses_node=True),
+        Fault(name="preemption", what="preemption", saves=1, limit_s=180.0, strike=preempt),
         Fault(name="hang", what="hang of a rank", saves=HANG_AFTER_SAVES, limit_s=240.0, strike=hang),
     )
 }
@@ -154,7 +150,6 @@ IN_PRODUCTION: dict[str, Fault] = {
             limit_s=PRODUCTION_LIMIT_S,
             strike=silence_node,
             loses_node=True,
-            requeues=True,
         ),
     )
 }

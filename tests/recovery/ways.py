@@ -103,10 +103,8 @@ class Way:
     is_ready: Callable[[Spot], bool] = lambda _: True
     """Whether the fault may come: what the way prepares beside training is there."""
     watches_hangs: bool = False
-    only_lost_nodes: bool = False
-    """What sets it apart matters only where a node is lost."""
-    only_requeues: bool = False
-    """What sets it apart matters only where the job is requeued."""
+    faults: tuple[str, ...] = ()
+    """Those for which it matters what sets it apart; empty: all."""
     agents: bool = False
     """Its job is kept to nodes of its own, which have a node agent each meanwhile."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -222,7 +220,7 @@ WAYS: dict[str, Way] = {
             what="the same on nodes with a [node agent](node-agent.md) each, which the administrator installs",
             submit=stepkeeper,
             watches_hangs=True,
-            only_requeues=True,
+            faults=("node", "silent", "preemption"),
             agents=True,
         ),
         Way(
@@ -256,7 +254,7 @@ WAYS: dict[str, Way] = {
             what="the same with `--min-nodes=1`: it goes on with the node that is left, which then computes for both",
             submit=lambda spot: stepkeeper(spot, "--min-nodes=1"),
             watches_hangs=True,
-            only_lost_nodes=True,
+            faults=("node", "silent"),
         ),
         Way(
             name="stepkeeper-snapshots",

@@ -149,21 +149,15 @@ class _Trained:
 
     def moved(self, last: _Trained) -> bool:
         """Tell whether moments that were there have changed in place, or the number of a step."""
+        pairs = zip(self._moments, last._moments, strict=False)
         return self.numbers != last.numbers or any(
-            now() is was() and counts != before
-            for (now, counts), (was, before) in zip(self._moments, last._moments, strict=False)
+            now() is was() and counts != before for (now, counts), (was, before) in pairs
         )
 
-    def stands(self, last: _Trained) -> bool:
-        """Tell whether all that is known of the optimizer is as it was."""
-        return (
-            self.numbers == last.numbers
-            and 0 < len(self._moments) == len(last._moments)
-            and all(
-                now() is was() and counts == before
-                for (now, counts), (was, before) in zip(self._moments, last._moments, strict=True)
-            )
-        )
+    def has_those_of(self, last: _Trained) -> bool:
+        """Tell whether it has moments, and they are the same tensors."""
+        pairs = zip(self._moments, last._moments, strict=False)
+        return 0 < len(self._moments) == len(last._moments) and all(now() is was() for (now, _), (was, _) in pairs)
 
 
 class Replaced:
@@ -183,15 +177,17 @@ class Replaced:
     def saved(self, step: int) -> None:
         """Look around as a save has begun."""
         for name, part in self._state.optimizers.items():
-            now, last = _Trained(part.optimizer, step), self._last.get(name)
+            last = self._last.get(name)
             if last is not None and step <= last.step:
                 continue
-            self._last[name] = now
+            now = self._last[name] = _Trained(part.optimizer, step)
             if last is None:
                 continue
-            if now.moved(last):
+            moved = now.moved(last)
+            if moved:
                 self._worked.add(name)
-            if name not in self._worked or not now.stands(last) or now.weights == last.weights:
+            idle = name in self._worked and not moved and now.has_those_of(last)
+            if not idle or now.weights == last.weights:
                 self._stood.pop(name, None)
             elif name not in self._stood:
                 self._stood[name] = last.step

@@ -156,7 +156,7 @@ class Standby:
         }
         os.umask(int(str(request["umask"])))
         try:
-            pid = self._hand_over(json.dumps(request).encode() + b"\n")
+            pid = self._hand_over(json.dumps(request).encode() + b"\n", stands_in=bool(executable))
         except (OSError, ValueError, KeyError) as error:
             self._connection.close()  # it runs nothing for us any more
             why = str(error) or type(error).__name__
@@ -167,8 +167,12 @@ class Standby:
         self.used, self.reported = True, {"warm": True}
         return pid
 
-    def _hand_over(self, request: bytes) -> int:
+    def _hand_over(self, request: bytes, *, stands_in: bool) -> int:
         """Give all to the standby's keeper, which runs nothing before we have said `go`.
+
+        Args:
+            request: all of it, as a line.
+            stands_in: from the rank's first moment on, this process has the name by which watchers pass it over.
 
         Raises:
             OSError: it does not answer, or is another user's.
@@ -190,7 +194,13 @@ class Standby:
             answer = json.loads(self._line())
         if "pid" not in answer:
             raise ValueError(answer.get("refused", "it cannot"))
-        socket.send_fds(sock, [b"go\n"], [0, 1, 2])
+        own_name = _rename(STAND_IN) if stands_in else ""
+        try:
+            socket.send_fds(sock, [b"go\n"], [0, 1, 2])
+        except OSError:
+            if stands_in:
+                _rename(own_name)
+            raise
         sock.settimeout(None)
         return int(answer["pid"])
 
@@ -266,14 +276,20 @@ def hand_over(environment: MutableMapping[str, str], own_directory: str) -> None
 def _stand_in(standby: Standby, pid: int) -> None:
     """Stand between the rank and whoever has started us."""
     try:
-        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-            file.write(STAND_IN)
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: standby.pass_on(number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os._exit(end_as(os.waitstatus_to_exitcode(standby.wait(pid))))
     finally:
         os._exit(1)  # never the rank a second time: its keeper ends the other one with us
+
+
+def _rename(name: str) -> str:
+    """Give this process another name; return the one that it had."""
+    with open("/proc/self/comm", "r+") as file:
+        before = file.read().rstrip("\n")
+        file.write(name)
+    return before
 
 
 def own_address(environment: Mapping[str, str], *names: str) -> str:

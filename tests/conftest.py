@@ -52,8 +52,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return scheduling.has_none_of(collection_path, config.getoption("markexpr")) or None
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Write down how long tests took, where that is asked for."""
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Write down how long tests took, where that is asked for; say which ones an interrupt has ended."""
+    if exitstatus == pytest.ExitCode.INTERRUPTED:
+        for each in scheduling.being_played(config):
+            terminalreporter.write_line(f"INTERRUPTED in {each}")
     passed = terminalreporter.stats.get("passed", [])
     scheduling.write_down(report for report in passed if report.when == "call")
 

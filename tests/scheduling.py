@@ -7,6 +7,7 @@ with the seconds that it took; `TEST_DURATIONS=1 make campaign-and-newest` write
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import stat
@@ -102,6 +103,14 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no t
             self._reschedule(other)
         return crashed
 
+    def being_played(self) -> list[str]:
+        """Return each worker's test that has not ended, as `gw0 tests/test_some.py::test_it`."""
+        found = []
+        for node, units in self.assigned_work.items():
+            left = (test for tests in units.values() for test, ended in tests.items() if not ended)
+            found += [f"{node.gateway.id} {test}" for test in itertools.islice(left, 1)]
+        return found
+
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker more, if it has little left, or end it: it plays a test only when it knows what comes next."""
         if node not in self.registered_collections:
@@ -119,6 +128,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
         return None
     config.option.loadscopereorder = False  # not by how many tests there are: by how long they take
     return Scheduling(config, log)
+
+
+def being_played(config: pytest.Config) -> list[str]:
+    """Return what the workers were playing when the session was interrupted."""
+    session = config.pluginmanager.get_plugin("dsession")
+    scheduling = getattr(session, "sched", None)
+    return scheduling.being_played() if isinstance(scheduling, Scheduling) else []
 
 
 def let_forked_children_go(config: pytest.Config) -> None:

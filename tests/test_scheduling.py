@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,7 @@ def test_a_part_that_there_is_not_is_refused(wanted: str) -> None:
 
 
 CONFTEST = """
+from tests.conftest import pytest_terminal_summary
 from tests.scheduling import let_forked_children_go as pytest_configure, pytest_xdist_make_scheduler
 """
 CRASHING = """
@@ -122,28 +125,47 @@ def test_that_leaves_a_child_of_its_worker():
 OTHER = "def test_it(): ...\n"
 
 
-def test_a_worker_that_crashes_costs_the_test_that_it_crashed_in_and_no_other(tmp_path) -> None:
-    modules = {"crashing": CRASHING, "forking": FORKING, "other": OTHER, "third": OTHER}
+def played(directory: Path, modules: dict[str, str], *, interrupted_at: Path | None = None) -> tuple[int, str]:
+    """Play modules in two workers; return the exit code and the output.  As a file appears, the session gets SIGINT."""
     for name, text in modules.items():
-        (tmp_path / f"test_{name}.py").write_text(text)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+        (directory / f"test_{name}.py").write_text(text)
+    (directory / "conftest.py").write_text(CONFTEST)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
     session = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist.plugin",
-         "--rootdir", str(tmp_path), "-n", "2", "--dist", "loadscope", str(tmp_path)],
-        cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
+         "--rootdir", str(directory), "-n", "2", "--dist", "loadscope", str(directory)],
+        cwd=directory, env=environment, text=True, stdout=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
     try:
+        give_up_at = time.monotonic() + CRASH_LIMIT_S
+        while interrupted_at is not None and not interrupted_at.exists() and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        if interrupted_at is not None:
+            session.send_signal(signal.SIGINT)
         said, _ = session.communicate(timeout=CRASH_LIMIT_S)
     finally:
         with contextlib.suppress(ProcessLookupError):  # of its group nothing may be left
             os.killpg(session.pid, signal.SIGKILL)
         session.wait(CRASH_LIMIT_S)
+    return session.returncode, said
 
-    assert session.returncode == pytest.ExitCode.TESTS_FAILED, said
+
+def test_a_worker_that_crashes_costs_the_test_that_it_crashed_in_and_no_other(tmp_path) -> None:
+    code, said = played(tmp_path, {"crashing": CRASHING, "forking": FORKING, "other": OTHER, "third": OTHER})
+
+    assert code == pytest.ExitCode.TESTS_FAILED, said
     assert "= 2 failed, 5 passed in " in said
     assert "FAILED test_crashing.py::test_that_ends_its_worker - worker 'gw" in said
     assert "FAILED test_forking.py::test_that_leaves_a_child_of_its_worker - worker 'gw" in said
+
+
+def test_an_interrupted_session_says_what_it_was_playing(tmp_path) -> None:
+    there = tmp_path / "there"
+    waits = f"import pathlib, time\ndef test_it():\n    pathlib.Path({str(there)!r}).touch()\n    time.sleep(600)\n"
+
+    code, said = played(tmp_path, {"waiting": waits, "other": OTHER}, interrupted_at=there)
+
+    assert code == pytest.ExitCode.INTERRUPTED, said
+    assert re.search(r"^INTERRUPTED in gw\d test_waiting\.py::test_it$", said, re.MULTILINE), said

@@ -53,12 +53,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Write down how long tests took, where that is asked for; say which ones an interrupt has ended."""
+    """Write down how long tests took, where that is asked for; say what was long, and what an interrupt has ended."""
     if exitstatus == pytest.ExitCode.INTERRUPTED:
         for each in scheduling.being_played(config):
             terminalreporter.write_line(f"INTERRUPTED in {each}")
-    passed = terminalreporter.stats.get("passed", [])
-    scheduling.write_down(report for report in passed if report.when == "call")
+    passed = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    for each in scheduling.long_and_not_listed(passed):
+        terminalreporter.write_line(f"NOT IN tests/durations.txt: {each}")
+    scheduling.write_down(passed)
 
 
 @pytest.fixture(scope="session")

@@ -203,6 +203,15 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item.nodeid not in others]
 
 
+def long_and_not_listed(reports: Iterable[pytest.TestReport]) -> list[str]:
+    """Return the tests that took long and are not in the table, as its lines: a part that has them takes too long."""
+    return [
+        f"{report.duration:.0f} {report.nodeid}"
+        for report in reports
+        if report.nodeid not in seconds() and report.duration >= ALONE_S and report.duration > expected_s(report.nodeid)
+    ]
+
+
 def write_down(reports: Iterable[pytest.TestReport]) -> None:
     """Take the seconds of these tests over into the table, where that is asked for."""
     if not os.environ.get(VARIABLE):

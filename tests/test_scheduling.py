@@ -81,6 +81,16 @@ def test_what_was_seen_is_written_down_only_where_that_is_asked_for(tmp_path, mo
     assert scheduling.TABLE.read_text().splitlines()[-1] == "12.3 a.py::short"
 
 
+def test_a_long_test_that_the_table_lacks_is_told() -> None:
+    took = {"a.py::long": 300.0, "a.py::new": 300.0, "b.py::quick": 3.0, "tests/stories/test_new.py::one": 50.0}
+    reports = [
+        pytest.TestReport(name, ("a.py", 1, "x"), {}, "passed", None, "call", duration=each)
+        for name, each in took.items()
+    ]
+
+    assert scheduling.long_and_not_listed(reports) == ["300 a.py::new"]
+
+
 def test_the_parts_of_the_campaign_take_about_as_long_and_have_every_test_once() -> None:
     names = ["a.py::long", "a.py::short", "a.py::new", "b.py::long", "c.py::long", "d.py::new"]
 

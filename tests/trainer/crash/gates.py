@@ -13,14 +13,12 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.trainer.crash.calls import CALLS
-
-if TYPE_CHECKING:
-    from typing import Self
 
 ATTACHED_WITHIN_S = 60.0
 
@@ -72,20 +70,19 @@ class Gate:
 
 
 def steady_names(series: int = 0) -> None:
-    """Have this process choose the same names each time for what gets a random one; another series has others."""
-    numbers = itertools.count(series * 1_000_000 + 1)
+    """Have this process choose the same names each time for what gets a random one; another series has others.
 
-    class Names:
-        def __iter__(self) -> Self:
-            return self
+    Each source counts for itself: beside the thread that names a save, others write files of their own at any time.
+    """
 
-        def __next__(self) -> str:
-            return f"{next(numbers):08d}"
+    def numbers() -> Iterator[int]:
+        return itertools.count(series * 1_000_000 + 1)
 
-    tempfile._name_sequence = Names()
-    uuid.uuid4 = lambda: uuid.UUID(int=next(numbers))
-    os.urandom = lambda count: next(numbers).to_bytes(count, "big")
-    secrets.token_hex = lambda count=32: f"{next(numbers):0{2 * count}x}"
+    files, identities, nonces, hexadecimal = numbers(), numbers(), numbers(), numbers()
+    tempfile._name_sequence = map("{:08d}".format, files)
+    uuid.uuid4 = lambda: uuid.UUID(int=next(identities))
+    os.urandom = lambda count: next(nonces).to_bytes(count, "big")
+    secrets.token_hex = lambda count=32: f"{next(hexadecimal):0{2 * count}x}"
 
 
 def _role(name: str) -> str:

@@ -54,6 +54,7 @@ def listen_for_signals(
 #
 # Code that times out others asks here first: messages that could not be received meanwhile were not late.
 
+LOOK_EVERY_S = 0.1  # at a queue of which nothing is taken
 LATE_S = 5.0  # a loop that does nothing slow comes late by less, also on a busy node
 
 
@@ -239,6 +240,13 @@ class Inbox(Generic[Item]):
     def fail(self, error: BaseException) -> None:
         """Have the loop raise what went wrong elsewhere."""
         self._queue.put(error)
+
+    def wait_for_item(self, within_s: float) -> bool:
+        """Wait until an item is there, and leave it; false where none came in time."""
+        until = time.monotonic() + within_s
+        while self._queue.empty() and time.monotonic() < until:
+            time.sleep(LOOK_EVERY_S)
+        return not self._queue.empty()
 
     def get(self, within_s: float) -> Item | None:
         """Return the next item, or None when none came in time.

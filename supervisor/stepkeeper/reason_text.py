@@ -26,16 +26,16 @@ NOTICES = {
 }
 
 LATE: dict[str, str] = {
-    Timer.WATCHERS: "watchers that had answered before get more time: they did not answer again",
+    Timer.WATCHERS: "some watchers stopped answering, and get more time",
     Timer.CHECKPOINT_CHOICE: "the storage did not show the newest step directory",
     Timer.CAUSE: "no cause was found",
-    Timer.CLEARING: "some nodes did not get clear",
+    Timer.CLEARING: "some nodes did not confirm that no process of the previous launch is left",
     Timer.TASKS_STARTED: "some tasks of the training step did not start",
     Timer.SAVE: "the ranks did not save",
     Timer.RANKS_LEAVE: "the ranks did not leave",
     Timer.KILL: "the training step did not end after SIGKILL",
     Timer.READ_BACK: "the last checkpoint was not verified",
-    Timer.LEAD_BACK: "the lineage was not led back to a confirmed step",
+    Timer.LEAD_BACK: "the rollback to a confirmed step did not finish",
     Timer.WATCHERS_LEAVE: "the watchers did not leave",
     Timer.SLURM_ANSWER: "Slurm did not answer",
     Timer.STORAGE_TEST: "the storage did not end its test",
@@ -54,12 +54,12 @@ FAILED = {
     "launch": "the training step could not be started",
     "roll_back": "the training cannot go back to an older step",
     "requeue": "Slurm does not allow the requeue, so the job may be submitted again",
-    "submit": "Slurm takes this job no more",
+    "submit": "Slurm refuses to accept the job again",
 }
 NODE_IS = {
     "suspect": "the next launch does not use {node}, where launches failed",
     "drained": "{node} is drained, so the job need not exclude it",
-    "not_clear": "a process of the launch before does not die on {node}",
+    "not_clear": "a process of the previous launch still runs on {node}",
     "keeping_up": "{node} keeps up with the other nodes again",
 }
 CHECKPOINT_READ = {
@@ -87,7 +87,7 @@ FACTS = {
     Fact.COMMIT_IN_FLIGHT: "the ranks may still complete the commit in flight",
     Fact.SIGNAL_UNEXPLAINED: "Slurm is asked whether its signal ended the rank",
     Fact.ENDED_AS_ASKED: "the rank had been asked to end",
-    Fact.END_UNPROVEN: "the command ended with 0, which alone is no success here, and no checkpoint shows the end",
+    Fact.END_UNPROVEN: "the command ended with 0, but no checkpoint shows the last step",
     Fact.COMMAND_GAVE_UP: "the command ended with 93, and must not be started again",
     Fact.RANKS_ENDED_SILENTLY: "the ranks ended with 0, but rank 0 never said that the training is finished",
     Fact.CAUSE_STAYS: "another start does not change that",
@@ -143,7 +143,7 @@ PLAIN: dict[type[r.Reason], str] = {
     r.BusRestarts: "the watchers were started {restarts} times again",
     r.SilentStart: "before the first message of the trainer library, {stacks}",
     r.PartFailed: "a mistake in Stepkeeper stopped {part}, and the training continues (please report it): {error}",
-    r.Suspended: "the supervisor did not run for {seconds:.0f} s, by which deadlines are put off",
+    r.Suspended: "the supervisor did not run for {seconds:.0f} s, and extends its deadlines by as much",
 }
 
 
@@ -274,7 +274,7 @@ def clause(reason: r.Reason) -> str:  # noqa: C901, PLR0912, PLR0915 - one case 
         case r.SlurmAsked(about="requeue"):
             return "Slurm is asked once more before the requeue"
         case r.SlurmAsked(about="save"):
-            return "Slurm is asked until when the save may take"
+            return "Slurm is asked how much time the save has"
         case r.SlurmAsked():
             return "Slurm is asked about it"
         case r.EndedByHand(signal=signal, saves=saves):

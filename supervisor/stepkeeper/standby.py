@@ -33,6 +33,7 @@ import struct
 import time
 import types
 from collections.abc import Mapping
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
@@ -118,7 +119,7 @@ class Keeper:
         self.lease_until = time.monotonic() + LEASE_S
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("\0" + address[1:] if address.startswith("@") else address)
-        self.listener.listen(4)
+        self.listener.listen(128)  # another user may connect as well, and a full queue refuses the wrapper
         self.woken, self.waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ, self._on_input)
@@ -179,11 +180,11 @@ class Keeper:
         theirs.close()
         ours.settimeout(HAND_OVER_WITHIN_S)
         self.spare = Spare(pid, ours)
-        self.selector.register(ours, selectors.EVENT_READ, self._on_spare)
+        self.selector.register(ours, selectors.EVENT_READ, partial(self._on_spare, self.spare))
 
-    def _on_spare(self) -> None:
+    def _on_spare(self, spare: Spare) -> None:
         """Read that it is ready, or that it cannot be; a wrapper may wait for that."""
-        if self.spare is None:
+        if self.spare is not spare:
             return  # ended by what came in the same moment
         said: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, RefusedError):  # gone: as if it had said nothing
@@ -240,15 +241,15 @@ class Keeper:
         self.waiting = None
         return waiting
 
-    def _on_waiting(self) -> None:
+    def _on_waiting(self, waiting: Waiting) -> None:
         """A wrapper that waits says nothing: it is gone, and the spare is for the next one."""
-        if self.waiting is not None:
-            self._waits_no_more(self.waiting).conn.close()
+        if self.waiting is waiting:  # not another one, which came in the same moment
+            self._waits_no_more(waiting).conn.close()
 
     def _drop_gone(self) -> Waiting | None:
         """Return the wrapper that waits, where it has not ended."""
         if self.waiting is not None and is_gone(self.waiting.conn):
-            self._on_waiting()
+            self._on_waiting(self.waiting)
         return self.waiting
 
     def _hand_over(self, conn: socket.socket, wanted: bytes) -> None:
@@ -267,7 +268,7 @@ class Keeper:
             with contextlib.suppress(OSError):  # it has just ended, as its channel says next
                 spare.channel.sendall(HURRY)
             self.waiting = Waiting(conn, wanted)
-            self.selector.register(conn, selectors.EVENT_READ, self._on_waiting)
+            self.selector.register(conn, selectors.EVENT_READ, partial(self._on_waiting, self.waiting))
             return
         self.selector.unregister(spare.channel)
         self.spare = None
@@ -386,6 +387,7 @@ def wait(channel: socket.socket, modules: list[str]) -> dict[str, Any]:
             take_over(task, born)
         except (OSError, RefusedError) as error:
             say_and_end(channel, {"refused": str(error)})
+        task["held"] = hold_signals()
         channel.sendall(line({"taken": True}))
         for place, file in enumerate(read_go(channel)):
             os.dup2(file, place)
@@ -451,12 +453,22 @@ def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
         os.stat(task["words"][0])  # what is not there is best reported by Python itself
 
 
+def hold_signals() -> list[int]:
+    """Return where those are noted that come from now on: from its own process on, a rank loses none."""
+    held: list[int] = []
+    for number in ABSORBED:
+        signal.signal(number, lambda number, _: held.append(number))
+    return held
+
+
 def become(task: dict[str, Any]) -> None:
     """Run the training as if its Python had just been started."""
     oom_score(OOM_SCORE_RANK)
     for number in ABSORBED:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in task["ignored"] else usual)
+    for number in task["held"]:
+        os.kill(os.getpid(), number)
     prefix, words = task["prefix"], task["words"]
     sys.orig_argv[:] = [*prefix, *words]
     main = types.ModuleType("__main__")

@@ -74,9 +74,12 @@ def main(argv: list[str]) -> int:
 def end_as(code: int) -> int:
     """End by the signal by which the rank ended, or return its exit code."""
     if code < 0:
-        import resource  # noqa: PLC0415 - a script's own module may have this name, and a rank's Python loads us first
+        with contextlib.suppress(
+            Exception
+        ):  # a script's own module may have this name: we end by the signal all the same
+            import resource  # noqa: PLC0415 - a rank's Python loads us first
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
         time.sleep(1)  # a signal whose default is to be ignored does not end us

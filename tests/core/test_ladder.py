@@ -154,6 +154,17 @@ def test_the_same_failure_after_an_hour_unseen_ends_the_run_at_the_third_launch(
     assert world.count(do.NotifyUser) == 1
 
 
+def test_storage_that_fails_each_hour_unseen_ends_the_run_when_its_row_is_through():
+    """A disk that is full each time a script without the trainer library writes."""
+    world = World(Cause.STORAGE, step=None, checkpoint=None)
+    world.unseen_s = POLICY.unseen_progress_s + 60.0
+
+    world.play()
+
+    assert (world.code, world.count(do.StartLaunch)) == (ExitCode.TRAINING_FAILED, len(POLICY.row(Cause.STORAGE)))
+    assert world.count(do.NotifyUser) == 1
+
+
 @pytest.mark.parametrize("cause", [Cause.EXCEPTION, Cause.UNKNOWN, Cause.GPU_MEMORY, Cause.SEGFAULT])
 def test_hours_without_a_newer_checkpoint_of_a_framework_are_not_unseen(cause: Cause):
     """Its checkpoints tell of progress: failures in the same way go along their row, as with the library."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
+from stepkeeper.core import anomalies
 from stepkeeper.core import events as on
 from stepkeeper.core.decide import decide
 from stepkeeper.core.losses import (
@@ -18,8 +20,9 @@ from stepkeeper.core.losses import (
     launched,
     observe,
 )
+from stepkeeper.core.phases import Decision
 from stepkeeper.core.policy import Policy
-from stepkeeper.core.reasons import LossWrong
+from stepkeeper.core.reasons import LossWrong, PartFailed
 from stepkeeper.core.state import State
 
 POLICY = Policy()
@@ -115,3 +118,26 @@ def test_a_decision_tells_which_rule_a_loss_broke() -> None:
 
     assert [each.rule for each in (*spikes, *resumed, *none)] == [SPIKE, DISCONTINUITY, NOT_FINITE]
     assert [each.loss for each in (*spikes, *resumed, *none)] == [9.0, 7.0, None]
+
+
+def test_a_mistake_of_an_observer_is_reported_and_it_begins_afresh():
+    """Whatever the ranks say, the training goes on: no observer is needed for it."""
+
+    @anomalies.observer(lambda state: msgspec.structs.replace(state, losses=Losses()))
+    def watch(state: State, number: float) -> Decision:
+        return Decision(msgspec.structs.replace(state, losses=Losses(count=round(1 / number))))
+
+    state = watch(State(), 0.5).state
+    decision = watch(state, 0.0)
+
+    assert state.losses.count == 2
+    assert decision.state.losses == Losses()
+    assert decision.why == (PartFailed(part="watch", error="ZeroDivisionError: float division by zero"),)
+
+
+def test_the_smallest_and_the_largest_losses_are_numbers_like_others():
+    replayed = on.Replayed(at=1.0, launch=0, step=1, steps=1, worst=1, then=1e308, now=5e-324, deterministic=False)
+
+    decision = anomalies.on_replayed(State(), replayed, POLICY)
+
+    assert [type(reason).__name__ for reason in decision.why] == ["ReplayDiffers"]

@@ -240,3 +240,10 @@ def test_watchers_of_a_version_that_names_no_rank_are_understood() -> None:
 
     assert (told.rank, told.loading) == (None, False)
     assert text(told.reasons) == "b is slow: its ranks work 2.00 times as long for a step as the others"
+
+
+def test_times_that_no_node_can_take_are_compared_like_others():
+    """A rank may say anything: a broken clock, or a hostile script."""
+    own = {f"n{each}": 10.0 ** (300 * (-1) ** each) for each in range(8)}
+
+    assert played([own] * 3)[1] == []

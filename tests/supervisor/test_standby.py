@@ -573,6 +573,24 @@ def test_watchers_send_the_stop_signal_to_torchruns_ranks_and_not_to_torchrun(si
     assert len(children_of(agents.pid)) == 1, "torchrun is a standby as well"
 
 
+@pytest.mark.parametrize(("ignored", "code"), [([], -signal.SIGTERM), ([signal.SIGTERM], 0)])
+def test_a_signal_that_comes_while_a_standby_becomes_a_rank_is_the_ranks(tmp_path, ignored, code):
+    """Until its script begins the process has no handler, and it must not ignore the signal."""
+    (tmp_path / "rank.py").write_text("print('up')")
+    words = [
+        "import os, signal",
+        "from stepkeeper import standby",
+        f"task = {{'held': standby.hold_signals(), 'ignored': {[int(each) for each in ignored]}}}",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        f"standby.become(task | {{'prefix': ['python'], 'words': [{str(tmp_path / 'rank.py')!r}]}})",
+    ]
+
+    ended = subprocess.run([sys.executable, "-c", "\n".join(words)], capture_output=True, timeout=WITHIN_S, check=False)
+
+    assert ended.returncode == code
+    assert ended.stdout == (b"" if code else b"up\n")
+
+
 @pytest.mark.parametrize("killed", ["the process that was started", "the keeper"])
 def test_when_one_of_both_is_killed_the_rank_ends(site, killed):
     keeper = site.keeper()

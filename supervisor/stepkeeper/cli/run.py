@@ -113,6 +113,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     clock = Clock()
     inbox = Inbox(clock)
     process.listen_for_signals(inbox)  # before anything that takes time: by default a signal would end us
+    patiently = Patience(inbox)
     out = PatientStream(lambda: sys.stdout)
     allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
     if not batch:
@@ -128,7 +129,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     kind, _, python = settings.slurm_client.partition(":")
     slurm = patiently(lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable))
     client = slurm.client
-    lease = _lease(directory, allocation, carried, clock, client)
+    lease = _lease(directory, allocation, carried, clock, lambda job: patiently(lambda: client.job_runs(str(job))))
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
     attempt_logs = directory.attempt_logs(lease.attempt)
     kept = PatientStream(lambda: paths.open_supervisors(attempt_logs))
@@ -315,22 +316,31 @@ def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tu
     return config, paths.prepare_run_directory(path, group_readable=config.settings.group_readable, default=is_default)
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """Ask Slurm again while its controller is away or busy: after a mass requeue every job starts at once.
+class Patience:
+    """Asks Slurm again while its controller is away or busy: after a mass requeue every job starts at once."""
 
-    Raises:
-        StepkeeperError: Slurm refused, or was away for `SLURM_WITHIN_S`.
-    """
-    give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
-    while True:
-        try:
-            return call()
-        except SlurmError as error:
-            if not error.unreachable or time.monotonic() + pause_s > give_up_at:
-                raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
-            _say(f"Slurm does not answer ({error}); asking again")
-        time.sleep(pause_s + random.uniform(0, pause_s))  # noqa: S311 - so that not all jobs ask in step
-        pause_s = min(2 * pause_s, 30.0)
+    def __init__(self, inbox: Inbox) -> None:
+        """Note where signals arrive: nothing runs yet, so one of them ends the waiting."""
+        self._inbox = inbox
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Return what a call says.
+
+        Raises:
+            StepkeeperError: Slurm refused, was away for `SLURM_WITHIN_S`, or a signal came while it was away.
+        """
+        give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
+        while True:
+            try:
+                return call()
+            except SlurmError as error:
+                if not error.unreachable or time.monotonic() + pause_s > give_up_at:
+                    raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+                _say(f"Slurm does not answer ({error}); asking again")
+                if self._inbox.wait_for_item(pause_s + random.uniform(0, pause_s)):  # noqa: S311 - not all jobs in step
+                    why = f"a signal came while Slurm did not answer, and nothing runs yet: {error}"
+                    raise StepkeeperError(why, ExitCode.NO_SLURM) from error
+            pause_s = min(2 * pause_s, 30.0)
 
 
 def _lease(
@@ -338,7 +348,7 @@ def _lease(
     allocation: Allocation,
     carried: journal.Carried,
     clock: Clock,
-    client: SlurmCommands,
+    job_runs: Callable[[int], bool],
 ) -> Lease:
     wanted = Lease(
         job_id=allocation.job_id,
@@ -350,9 +360,7 @@ def _lease(
         birth=birth(os.getpid()),
     )
     try:
-        return run_store_lease.take(
-            directory.path, wanted, job_runs=lambda job: patiently(lambda: client.job_runs(str(job)))
-        )
+        return run_store_lease.take(directory.path, wanted, job_runs=job_runs)
     except StepkeeperError as error:
         error.add_note(f"asked about the job that held {directory.path}")
         raise

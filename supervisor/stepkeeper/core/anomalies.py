@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 from msgspec.structs import replace
 
@@ -25,6 +28,29 @@ from stepkeeper.core.state import Next, Phase, State
 OFF, REPORT, ROLLBACK = WATCH = ("off", "report", "rollback")
 
 
+Facts = ParamSpec("Facts")
+
+
+def observer(
+    afresh: Callable[[State], State],
+) -> Callable[[Callable[Concatenate[State, Facts], Decision]], Callable[Concatenate[State, Facts], Decision]]:
+    """Let a mistake of an observer end no training: it is reported, and the observer begins `afresh`."""
+
+    def of(rule: Callable[Concatenate[State, Facts], Decision]) -> Callable[Concatenate[State, Facts], Decision]:
+        @functools.wraps(rule)
+        def guarded(state: State, /, *args: Facts.args, **kwargs: Facts.kwargs) -> Decision:
+            try:
+                return rule(state, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - numbers come from ranks, and training needs no observer
+                failed = because.PartFailed(part=rule.__name__, error=f"{type(error).__name__}: {error}")
+                return Decision(afresh(state), (), (failed,))
+
+        return guarded
+
+    return of
+
+
+@observer(lambda state: replace(state, losses=Losses()))
 def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
     """Take in the loss of a step."""
     if event.step_seconds is None:  # a sign of life between steps: its loss came before
@@ -49,6 +75,7 @@ def watch_loss(state: State, event: on.Progressed, policy: Policy) -> Decision:
 NOISE_SHARE = 0.5  # of what neighbouring steps differ by: the same step on the same data differs by less
 
 
+@observer(lambda state: state)
 def on_replayed(state: State, event: on.Replayed, policy: Policy) -> Decision:
     """Judge the losses of steps that were done again."""
     if event.worst is None:
@@ -94,7 +121,7 @@ def _tolerance(losses: Losses, policy: Policy) -> float:
 def _distance(then: float | None, now: float | None) -> float:
     if then is None or now is None:
         return math.inf
-    return abs(math.log(now / then)) if then > 0 and now > 0 else abs(now - then)
+    return abs(math.log(now) - math.log(then)) if then > 0 and now > 0 else abs(now - then)
 
 
 # What follows from a rank that computed the same twice and came to other bits.
@@ -149,6 +176,7 @@ SLOW_NODE_CHOICES = (REPORT, REPLACE)
 SLOWEST_LEAST = 1.1  # times as long as the others: else no node is the slowest
 
 
+@observer(lambda state: replace(state, stragglers=stragglers.Stragglers()))
 def on_nodes_paced(state: State, event: on.NodesPaced, policy: Policy) -> Decision:
     """Compare what each node works itself for a step."""
     if state.phase is not Phase.TRAINING:
@@ -212,6 +240,7 @@ def at_commit(state: State, at: float, policy: Policy) -> Decision | None:
     return leave_on_suspicion(state, at, node, (because.SpareAtCommit(node=node, now=True),), policy)
 
 
+@observer(lambda state: replace(state, launch=replace(state.launch, paced=True)))
 def watch_pace(state: State, policy: Policy) -> Decision:
     """Compare the launch with those before it, once its own pace is known."""
     if state.launch.paced or len(state.pace.recent) < baseline.WORDS:

@@ -31,8 +31,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     warning ends nothing."""
 
     watcher_back_within_s: float = 30.0
-    """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within seconds; the
-    watchers' lease is as long.  Beside training, a node that answered on the bus before gets this time twice."""
+    """A restarted bus answers on every node; else a node is taken for lost.  A Slurm step starts within
+    seconds.  Beside training, a node that answered on the bus before gets this time twice."""
 
     ask_within_s: float = 15.0
     """Slurm answers, or counts as unreachable: the client gives up a call after 6 s, and the next one after 13."""

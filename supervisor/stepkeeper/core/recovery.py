@@ -113,7 +113,9 @@ def settle(state: State, at: float, said: on.Judged, why: Why, policy: Policy) -
         return stop(state, at, plan, policy)
     times = 1 + (repeats(before) if before is not None else 0)
     unseen = times > count + 1  # launches between may have progressed, and nothing verified says so
-    if unseen and cause not in UNCHARGED and times >= policy.failures_max:
+    # a full disk may be there each time the script writes; preemptions and lost nodes are news of their own
+    bound = max(policy.failures_max, len(row)) if cause is Cause.STORAGE else policy.failures_max
+    if unseen and (cause not in UNCHARGED or cause is Cause.STORAGE) and times >= bound:
         why = (*state.launch.first_failure, because.FailuresMax(failures=times, same=True))
         plan = Plan(next=Next.END, why=why, code=ExitCode.TRAINING_FAILED, cause=cause)
         return stop(state, at, plan, policy)

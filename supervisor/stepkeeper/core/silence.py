@@ -1,6 +1,7 @@
 """Training that falls silent: look at the ranks' stacks, and end it only where none of them moves.  Pure.
 
-Never judged by a fixed time, and never by silence alone: an evaluation that does not `poll` is silent too.  Where steps
+Never judged by a fixed time, and by silence alone only if no watcher answers: an evaluation that does not `poll` is
+silent too.  Where steps
 were even, a short silence is looked at already, and ends the launch only if no rank does anything.  A silence of
 seconds ends it only where a rank is sure to do nothing for longer than the next look is away: that look would end it.
 """

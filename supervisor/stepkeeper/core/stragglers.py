@@ -22,6 +22,7 @@ WINDOWS_MOST = 8  # that are counted: a node that keeps up again is cleared with
 SHARE_LEAST = 0.1  # of a step that the node costs all others
 SPREAD_FROM = 5  # nodes that have a spread
 SIGMAS = 6.0
+SPREAD_MAX = 700.0  # a logarithm: e to more than that is no float
 PLACES_MAX = 16
 MANY = 64  # nodes: the median of all is that of the others
 LOADING_SHARE = 0.5  # of what a node takes longer: so much of it before the first forward, and it is the data
@@ -97,7 +98,7 @@ def observe_pace(
         return stragglers, ()
     usual = _usual(own)
     found = {node: _slow(seconds, usual[node], (ranks or {}).get(node), loading) for node, seconds in own.items()}
-    allowed = max(policy.slow_node_times, math.exp(SIGMAS * _spread(own)))
+    allowed = max(policy.slow_node_times, math.exp(min(SIGMAS * _spread(own), SPREAD_MAX)))
     least_s = SHARE_LEAST * step_seconds
     slow = {node: each for node, each in found.items() if each.factor > allowed and own[node] - usual[node] >= least_s}
     suspects, verdicts = [], []

@@ -24,6 +24,7 @@ from stepkeeper.node_agent.xid.judge import judge_health
 ANSWER_BYTES_MAX = 4096
 DIES_WITHIN_S = 0.5
 GRACE_S = 2.5  # what the children's deaths may take beyond the limit
+GPUS = "GPUs"  # the check of them
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,6 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was found.  A node with problems is unfit; warnings are for people."""
 
     problems: tuple[str, ...] = ()
+    gpu_problems: tuple[str, ...] = ()  # those among them that are of GPUs: they are one job's, not the node's
     warnings: tuple[str, ...] = ()
     figures: dict[str, float] = {}  # `gpus`, `temperature_max_c`, `free_bytes:/scratch`, ...
     nvml: str = ""  # `ready`, `absent`, `stuck`, `ended`; "" where it was not asked
@@ -76,7 +78,7 @@ def run_checks(wanted: Wanted, within_s: float) -> Report:
     asked_at, began = time.time(), time.monotonic()
     checks: list[tuple[str, _Check]] = []
     if wanted.nvml:
-        checks.append(("GPUs", lambda found, left_s: _gpus(found, wanted, left_s)))
+        checks.append((GPUS, lambda found, left_s: _gpus(found, wanted, left_s)))
     checks += [
         (str(path), lambda found, left_s, path=path: _path(found, wanted, str(path), left_s))  # type: ignore[misc]
         for path in wanted.writable
@@ -100,6 +102,7 @@ def run_checks(wanted: Wanted, within_s: float) -> Report:
         all_findings.append(findings)
     return Report(
         problems=tuple(problem for found in all_findings for problem in found.problems),
+        gpu_problems=tuple(problem for found in all_findings if found.what == GPUS for problem in found.problems),
         warnings=tuple(warning for found in all_findings for warning in found.warnings),
         figures={name: value for found in all_findings for name, value in found.figures.items()},
         nvml=next((found.nvml for found in all_findings if found.nvml), ""),

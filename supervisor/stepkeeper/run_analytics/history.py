@@ -88,7 +88,7 @@ def decide(launch: Launch, record: Record) -> None:
         return
     for effect in record.effects:
         match effect:
-            case do.Requeue():
+            case do.Requeue() | do.Exit(code=ExitCode.REQUEUED):
                 launch.decided = "requeue"
             case do.RollBack():
                 launch.decided = f"go back to a step before {effect.below_step:,}, and relaunch"
@@ -96,8 +96,6 @@ def decide(launch: Launch, record: Record) -> None:
                 launch.decided = "relaunch in the allocation"
             case do.Exit(code=ExitCode.FINISHED):
                 launch.decided = "end"
-            case do.Exit(code=ExitCode.REQUEUED):
-                launch.decided = launch.decided if launch.decided == "requeue" else "requeued"
             case do.Exit(code=code):
                 launch.decided = f"the run ends with exit code {code}"
             case _:

@@ -1,4 +1,4 @@
-"""What stands in the place of a run before a job is submitted for it: reported now, and not when the job starts."""
+"""Checks the run directory before a job is submitted: what is wrong is reported now, not when the job starts."""
 
 from __future__ import annotations
 

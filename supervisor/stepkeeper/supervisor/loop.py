@@ -216,7 +216,7 @@ class Supervisor:
         if self.state.phase is Phase.STARTING and self._is_due("late", LATE_EVERY_S) and self.bus is not None:
             self.inbox.guard(Part.SLURMD, self.bus.look_at_late)()
         if (self.time_asked is None or not self.time_asked.is_alive()) and self.inbox.clock.was_set():
-            self.time_asked = slurm.ask_time(inbox=self.inbox)
+            self.time_asked = self.inbox.guard(Part.SLURMS_TIME, slurm.ask_time)(inbox=self.inbox)
         if self._is_due("alive", status_file.ALIVE_EVERY_S):
             self.inbox.guard(Part.LOG, self.decision_log.alive)(now)
 

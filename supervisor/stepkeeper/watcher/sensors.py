@@ -151,15 +151,10 @@ class NodeSensors:
             return
         for warning in report.warnings:
             self._put(bus.Note(node=self._node, text=shorten(f"checks: {warning}")))
-        of_gpus = [problem for problem in report.problems if problem.startswith("GPU")]
-        if of_gpus and self._gpus.holds_none and not self._is_ours("checks", "", ""):
-            report = msgspec.structs.replace(
-                report, problems=tuple(problem for problem in report.problems if problem not in of_gpus)
-            )
-            of_gpus = []
-        shared = not of_gpus
-        unfit = "; ".join(report.problems)
-        self._put(Fitness(launch=launch, number=wanted.number, unfit=unfit, shared=shared))
+        of_gpus = report.gpu_problems
+        ours = bool(of_gpus) and (not self._gpus.holds_none or self._is_ours("checks", "", ""))
+        unfit = "; ".join(each for each in report.problems if ours or each not in of_gpus)
+        self._put(Fitness(launch=launch, number=wanted.number, unfit=unfit, shared=not ours))
 
     # --- the agent --------------------------------------------------------------------------------
 

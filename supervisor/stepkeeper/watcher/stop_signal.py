@@ -88,6 +88,14 @@ def look(
     run_id: str, node: str, *, attempt_max: int, number: int, steps: RankSteps | None = None
 ) -> dict[int, Process]:
     """Return the processes of a run's ranks on a node, by pid, and what each does with a signal."""
+    found = _scan(run_id, node, attempt_max, number, steps)
+    if any(process.name == wrapper.STAND_IN for process in found.values()):
+        # the rank for which it stands may have been read before, while it was a standby still
+        found |= _scan(run_id, node, attempt_max, number, steps)
+    return found
+
+
+def _scan(run_id: str, node: str, attempt_max: int, number: int, steps: RankSteps | None) -> dict[int, Process]:
     found = {}
     for pid in rank_processes(run_id, node, attempt_max=attempt_max, steps=steps):
         with contextlib.suppress(OSError):  # ended meanwhile

@@ -160,11 +160,9 @@ class Bus:
 
     def clear(self, wanted: do.ClearNodes) -> None:
         """Have the nodes cleared and looked at; `NodesCleared` comes when all of them confirmed."""
-        self._cleared = {}
-        self._to_clear = wanted
-        self._clear_number += 1
-        number = self._clear_number
-        self.say(lines.Clear(launch=wanted.launch, number=number, at=time.time()))
+        self._clear_number += 1  # first: an answer to the question before is none to this one
+        self._cleared, self._to_clear = {}, wanted
+        self.say(lines.Clear(launch=wanted.launch, number=self._clear_number, at=time.time()))
 
     def check(self, wanted: do.CheckNodes) -> None:
         """Have nodes looked at that take no part; `NodesChecked` comes from each."""

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from stepkeeper.cli.printing import clean
+from stepkeeper.printing import clean
 
 _OWN = re.compile(
     r"\[stepkeeper \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] [\w ]+:|"

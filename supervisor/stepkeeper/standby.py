@@ -454,7 +454,7 @@ def take_over(task: dict[str, Any], born: Mapping[str, str]) -> None:
 
 
 def hold_signals() -> list[int]:
-    """Return where those are noted that come from now on: from its own process on, a rank loses none."""
+    """Note the signals that come from now on in the list that is returned: the rank gets them once it begins."""
     held: list[int] = []
     for number in ABSORBED:
         signal.signal(number, lambda number, _: held.append(number))

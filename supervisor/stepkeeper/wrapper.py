@@ -74,9 +74,8 @@ def main(argv: list[str]) -> int:
 def end_as(code: int) -> int:
     """End by the signal by which the rank ended, or return its exit code."""
     if code < 0:
-        with contextlib.suppress(
-            Exception
-        ):  # a script's own module may have this name: we end by the signal all the same
+        # a script's own module may have this name, and do anything: we end by the signal all the same
+        with contextlib.suppress(Exception):
             import resource  # noqa: PLC0415 - a rank's Python loads us first
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank left its core already

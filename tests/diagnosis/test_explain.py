@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepkeeper.cli.printing import instant
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause
@@ -15,6 +14,7 @@ from stepkeeper.core.reasons import Finding
 from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import rules
 from stepkeeper.logtext import as_text
+from stepkeeper.printing import instant
 from stepkeeper.run_store import journal
 from stepkeeper.run_store.paths import RunDirectory
 from tests.diagnosis.test_logs import OOM, STACK

@@ -36,7 +36,6 @@ ELSEWHERE = {  # what these open is not in a run directory, or is opened to be w
     "stepkeeper/run_store/find.py": "the home",
     "stepkeeper/run_store/journal.py": "writes",
     "stepkeeper/run_store/paths.py": "directories; writes; changes permissions only",
-    "stepkeeper/cli/printing.py": "/dev/null",
     "stepkeeper/supervisor/sources/run_directory.py": "the run directory itself",
     "stepkeeper/supervisor/actions/launch.py": "writes",
     "stepkeeper/supervisor/actions/standbys.py": "writes",

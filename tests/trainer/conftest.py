@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -39,7 +40,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     random.seed(0)
     torch.manual_seed(0)
+    gc.freeze()  # what lives already is none of the test's, and a look among all objects takes 50 ms
     yield
+    gc.unfreeze()
     sys.excepthook = hook
     for number, handler in handlers.items():
         signal.signal(number, handler)

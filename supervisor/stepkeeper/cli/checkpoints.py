@@ -9,12 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepkeeper.cli import (
-    checkpoints_export,
-    checkpoints_foreign,
-    checkpoints_tiers,
-    printing,
-)
+from stepkeeper import printing
+from stepkeeper.cli import checkpoints_export, checkpoints_foreign, checkpoints_tiers
 from stepkeeper.cli.arguments import above_zero, size, whole
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError, UsageError

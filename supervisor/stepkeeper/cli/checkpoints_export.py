@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import size
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import whole
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import NotFoundError, UsageError

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import duration
-from stepkeeper.cli.printing import instant
 from stepkeeper.config import resolve as config_record
 from stepkeeper.config.settings import GROUP
 from stepkeeper.core.exits import ExitCode
@@ -24,6 +23,7 @@ from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger, nvml
 from stepkeeper.node_agent.config import NodeConfig
 from stepkeeper.node_agent.xid.parse import canonical, parse
+from stepkeeper.printing import instant
 from stepkeeper.run_analytics.model import Use
 from stepkeeper.run_store import find, journal
 from stepkeeper.simulate.world import PRESETS, World

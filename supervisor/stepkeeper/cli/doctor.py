@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli import attempt, printing
+from stepkeeper import printing
+from stepkeeper.cli import attempt
 from stepkeeper.config import resolve
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor import rules, site, visible

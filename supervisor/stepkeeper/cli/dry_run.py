@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli import attempt, printing
+from stepkeeper import printing
+from stepkeeper.cli import attempt
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Sources
 from stepkeeper.config.settings import SETTINGS

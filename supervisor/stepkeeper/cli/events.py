@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import add_run
-from stepkeeper.cli.printing import instant
 from stepkeeper.errors import NotFoundError, UsageError
+from stepkeeper.printing import instant
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import find, journal
 from stepkeeper.run_store.journal import Line

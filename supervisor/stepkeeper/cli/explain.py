@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import add_launch, is_named, not_there, opened
 from stepkeeper.config import resolve
 from stepkeeper.core import causes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import add_launch, add_run, is_named, not_there
 from stepkeeper.core import events as on
 from stepkeeper.core.causes import Cause

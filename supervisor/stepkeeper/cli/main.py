@@ -8,8 +8,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from stepkeeper import __version__
-from stepkeeper.cli import COMMANDS, load, printing
+from stepkeeper import __version__, printing
+from stepkeeper.cli import COMMANDS, load
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError, UsageError
 

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import msgspec
 
-from stepkeeper import __version__
-from stepkeeper.cli import printing
+from stepkeeper import __version__, printing
 from stepkeeper.cli.arguments import above_zero
-from stepkeeper.cli.printing import instant
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import NotFoundError, UsageError
 from stepkeeper.log import Form, PatientStream, configure
 from stepkeeper.node_agent import config as node_config
 from stepkeeper.node_agent import ledger
 from stepkeeper.node_agent.core.state import Incident, Outcome, is_unfinished
+from stepkeeper.printing import instant
 
 if TYPE_CHECKING:
     from stepkeeper.node_agent.checks import Report

@@ -7,7 +7,7 @@ import os
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import above_zero, duration, share
 from stepkeeper.errors import UsageError
 from stepkeeper.run_store import find

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from stepkeeper import __version__
-from stepkeeper.cli import printing
+from stepkeeper import __version__, printing
 from stepkeeper.errors import NotFoundError
 from stepkeeper.run_analytics import reading
 from stepkeeper.run_analytics.model import micro

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import add_run
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from stepkeeper import __version__
-from stepkeeper.cli import attempt, dry_run, printing
+from stepkeeper import __version__, printing
+from stepkeeper.cli import attempt, dry_run
 from stepkeeper.cli.arguments import add_cmd, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin

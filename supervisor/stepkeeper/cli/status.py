@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import printing
-from stepkeeper.cli.printing import duration
+from stepkeeper import printing
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
 from stepkeeper.errors import NotFoundError, StepkeeperError, UsageError
+from stepkeeper.printing import duration
 from stepkeeper.run_analytics import queue, reading
 from stepkeeper.run_analytics.glance import Glance, attempt, facts, glance, loss, state, steps
 from stepkeeper.run_analytics.model import exit_meaning

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import add_cmd, add_run, read_cmd
 from stepkeeper.config import resolve, shape
 from stepkeeper.config.resolve import Config, Origin

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.cli.arguments import opened
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import NotFoundError, UsageError

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from stepkeeper.cli.printing import clean
 from stepkeeper.config import rank_settings
 from stepkeeper.config.settings import SETTINGS, Setting, Value
 from stepkeeper.core import causes
 from stepkeeper.core.policy import Limits
 from stepkeeper.errors import UsageError
+from stepkeeper.printing import clean
 
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))

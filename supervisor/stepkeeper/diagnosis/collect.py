@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepkeeper.cli.printing import instant
 from stepkeeper.core import effects as do
 from stepkeeper.core import events as on
 from stepkeeper.core import reasons as because
@@ -25,6 +24,7 @@ from stepkeeper.core.state import Phase
 from stepkeeper.diagnosis import collectives, log_lines, logs, planes
 from stepkeeper.diagnosis import logs as diagnosis_logs
 from stepkeeper.diagnosis.classify import Evidence, Plane, Role
+from stepkeeper.printing import instant
 from stepkeeper.reason_text import text
 from stepkeeper.run_store import journal, lease
 from stepkeeper.run_store.paths import ERRORS_NAME, FAILED_NAME, RunDirectory

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stepkeeper.cli.printing import duration
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.doctor.site import Finding, Level, Partition, Site, users_log
 from stepkeeper.frameworks import converting
 from stepkeeper.frameworks.following import Following, notice, without_argument
 from stepkeeper.frameworks.framework import WorldChange
+from stepkeeper.printing import duration
 from stepkeeper.slurm import cmd
 from stepkeeper.slurm.launch import EXPEDITED_PARAMETER as EXPEDITED
 

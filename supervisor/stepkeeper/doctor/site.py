@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli.printing import size
 from stepkeeper.errors import UsageError
 from stepkeeper.node_agent.kernel import users_may_write
 from stepkeeper.node_agent.xid.parse import SYSCTL
+from stepkeeper.printing import size
 from stepkeeper.slurm.client import SlurmError, is_unconfigured, parse_config
 from stepkeeper.slurm.jobs import call
 from stepkeeper_trainer.store import space

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.run_analytics import queue, reading
 from stepkeeper.run_analytics.glance import Glance, changed_at, glance, line, place
 from stepkeeper.run_analytics.model import Accounts, micro

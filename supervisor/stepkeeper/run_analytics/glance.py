@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import msgspec
 
-from stepkeeper.cli.printing import duration, instant
 from stepkeeper.core import events as on
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.gates import Gate
 from stepkeeper.core.state import Phase
+from stepkeeper.printing import duration, instant
 from stepkeeper.run_analytics import queue, reading, timeline
 from stepkeeper.run_analytics.model import SECOND, Key, Rows, exit_meaning
 from stepkeeper.run_analytics.queue import Queued, Waiting, Waits

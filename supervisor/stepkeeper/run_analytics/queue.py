@@ -8,11 +8,11 @@ from enum import StrEnum
 
 import msgspec
 
-from stepkeeper.cli.printing import duration, instant
 from stepkeeper.core import events as on
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.core.state import Phase
+from stepkeeper.printing import duration, instant
 from stepkeeper.run_store import journal
 from stepkeeper.run_store import submission as submissions
 from stepkeeper.run_store.find import JOB

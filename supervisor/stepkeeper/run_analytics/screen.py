@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-from stepkeeper.cli.printing import clean, duration
+from stepkeeper.printing import clean, duration
 from stepkeeper.run_analytics import queue
 from stepkeeper.run_analytics.glance import Glance, facts, place
 from stepkeeper.run_analytics.model import Accounts, Use

@@ -23,8 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from stepkeeper import __version__
-from stepkeeper.cli import printing
+from stepkeeper import __version__, printing
 from stepkeeper.errors import UsageError
 from stepkeeper.run_analytics import reading, serving
 from stepkeeper.run_analytics.follow import Look, leaving

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.core import events as on
 from stepkeeper.core.state import Phase
 from stepkeeper.run_analytics.model import SECOND, Rows

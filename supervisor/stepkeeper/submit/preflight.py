@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepkeeper.cli.printing import duration
 from stepkeeper.core.events import JobState
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.errors import StepkeeperError, UsageError
+from stepkeeper.printing import duration
 from stepkeeper.run_store import paths
 from stepkeeper.slurm.client import SlurmError
 from stepkeeper.submit.sbatch import SLURM_LATE_S

@@ -104,7 +104,7 @@ def test_a_slurm_that_hangs_stops_only_those_who_need_it(agent: AgentProcess) ->
     assert by(GAMES, joins, agent.path, 7) == "n1"
     agent.tell(hangs=True)
     waiting = [Person(NEWS, joins, agent.path, 50 + index) for index in range(3)]
-    until(lambda: agent.said("job", 50), "the question", agent.words)
+    until(lambda: len(agent.said("call", "owned_job")) == 2, "the question of whoever came first", agent.words)
 
     assert by(0, joins, agent.path, 7) == "n1"  # Slurm answers nobody yet
 

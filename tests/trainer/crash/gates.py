@@ -47,21 +47,34 @@ class Gate:
         self._counts: Counter[str] = Counter()
 
     def install(self) -> None:
-        """Have every thread of this process wait."""
-        run = threading.Thread.run
+        """Have every thread of this process wait; they are numbered as they are started, not as they come to run."""
+        start, run = threading.Thread.start, threading.Thread.run
+        numbered: dict[threading.Thread, str] = {}
         gate = self
 
+        def number_and_start(thread: threading.Thread) -> None:
+            numbered[thread] = gate._numbered(_role(thread.name))
+            start(thread)
+
         def wait_and_run(thread: threading.Thread) -> None:
-            gate.wait(_role(thread.name))
+            gate._wait(numbered.pop(thread))
             run(thread)
 
+        threading.Thread.start = number_and_start  # type: ignore[method-assign]
         threading.Thread.run = wait_and_run  # type: ignore[method-assign]
 
     def wait(self, role: str) -> None:
         """Wait to be let through."""
+        self._wait(self._numbered(role))
+
+    def _numbered(self, role: str) -> str:
         with self._one:
             self._counts[role] += 1
-            self.say(gate=f"{role} {self._counts[role]}", thread=threading.get_native_id())
+            return f"{role} {self._counts[role]}"
+
+    def _wait(self, name: str) -> None:
+        with self._one:
+            self.say(gate=name, thread=threading.get_native_id())
             assert os.read(self._heard, 1) == b"g", "nobody is there to let us through"
 
     def say(self, **words: Any) -> None:

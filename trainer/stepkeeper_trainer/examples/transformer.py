@@ -5,7 +5,9 @@ The text that the reference script learns is the Python standard library, which 
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +42,9 @@ class Corpus:
 
 
 def _read(bytes_max: int) -> bytes:
-    root = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0
-    for path in sorted(root.rglob("*.py")):
-        if _LEFT_OUT & set(path.relative_to(root).parts):
-            continue
+    for path in _sources(Path(sysconfig.get_paths()["stdlib"])):
         try:
             parts.append(path.read_bytes())
         except OSError:
@@ -54,6 +53,17 @@ def _read(bytes_max: int) -> bytes:
         if size >= bytes_max:
             break
     return b"".join(parts)[:bytes_max]
+
+
+def _sources(directory: Path) -> Iterator[Path]:
+    """Yield `*.py` files in the order of their paths; a directory is read only as it is reached."""
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if entry.name in _LEFT_OUT:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _sources(Path(entry.path))
+        elif entry.name.endswith(".py"):
+            yield Path(entry.path)
 
 
 VOCABULARY = 256

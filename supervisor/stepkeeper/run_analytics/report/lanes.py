@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepkeeper.cli import printing
+from stepkeeper import printing
 from stepkeeper.redaction import redact
 from stepkeeper.run_analytics.model import SECOND, Attempt, Ending, Launch, Span, Use
 from stepkeeper.run_analytics.timeline import Timeline

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepkeeper.cli.printing import size
 from stepkeeper.core.causes import Cause
 from stepkeeper.core.exits import ExitCode
 from stepkeeper.diagnosis import rules
+from stepkeeper.printing import size
 from stepkeeper.run_analytics.model import SECOND, Checkpoint, Launch, Use, exit_meaning
 from stepkeeper.run_analytics.reading import Started
 from stepkeeper.run_analytics.report import lanes, losses

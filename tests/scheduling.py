@@ -7,12 +7,11 @@ with the seconds that it took; `TEST_DURATIONS=1 make campaign-and-newest` write
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,8 +92,8 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no t
         units = self.assigned_work.pop(node)
         if self.collection is None:  # the worker that replaces it collects in its place
             self.registered_collections.pop(node, None)
-        left = {name: [test for test, ended in tests.items() if not ended] for name, tests in units.items()}
-        crashed: str | None = next((test for tests in left.values() for test in tests), None)
+        left = _left(units)
+        crashed = _first(left)
         for name, tests in reversed(left.items()):
             if remaining := dict.fromkeys((test for test in tests if test != crashed), False):
                 self.workqueue[name] = remaining
@@ -102,14 +101,6 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # its own has no t
         for other in self.nodes:
             self._reschedule(other)
         return crashed
-
-    def being_played(self) -> list[str]:
-        """Return each worker's test that has not ended, as `gw0 tests/test_some.py::test_it`."""
-        found = []
-        for node, units in self.assigned_work.items():
-            left = (test for tests in units.values() for test, ended in tests.items() if not ended)
-            found += [f"{node.gateway.id} {test}" for test in itertools.islice(left, 1)]
-        return found
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker more, if it has little left, or end it: it plays a test only when it knows what comes next."""
@@ -130,11 +121,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
     return Scheduling(config, log)
 
 
+def _left(units: Mapping[str, Mapping[str, bool]]) -> dict[str, list[str]]:
+    """Return which tests of a worker's units have not ended."""
+    return {name: [test for test, ended in tests.items() if not ended] for name, tests in units.items()}
+
+
+def _first(left: Mapping[str, list[str]]) -> str | None:
+    """Return the test that a worker plays, or crashed in."""
+    return next((test for tests in left.values() for test in tests), None)
+
+
 def being_played(config: pytest.Config) -> list[str]:
-    """Return what the workers were playing when the session was interrupted."""
-    session = config.pluginmanager.get_plugin("dsession")
-    scheduling = getattr(session, "sched", None)
-    return scheduling.being_played() if isinstance(scheduling, Scheduling) else []
+    """Return what each worker was playing when the session was interrupted, as `gw0 tests/test_some.py::test_it`."""
+    scheduler = getattr(config.pluginmanager.get_plugin("dsession"), "sched", None)
+    assigned = scheduler.assigned_work if isinstance(scheduler, Scheduling) else {}
+    playing = {node.gateway.id: _first(_left(units)) for node, units in assigned.items()}
+    return [f"{worker} {test}" for worker, test in playing.items() if test is not None]
 
 
 def let_forked_children_go(config: pytest.Config) -> None:

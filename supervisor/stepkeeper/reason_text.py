@@ -26,10 +26,10 @@ NOTICES = {
 }
 
 LATE: dict[str, str] = {
-    Timer.WATCHERS: "some watchers stopped answering, and get more time",
+    Timer.WATCHERS: "some watchers get more time: they did not answer again",
     Timer.CHECKPOINT_CHOICE: "the storage did not show the newest step directory",
     Timer.CAUSE: "no cause was found",
-    Timer.CLEARING: "some nodes did not confirm that no process of the previous launch is left",
+    Timer.CLEARING: "some nodes did not confirm the end of the previous launch's processes",
     Timer.TASKS_STARTED: "some tasks of the training step did not start",
     Timer.SAVE: "the ranks did not save",
     Timer.RANKS_LEAVE: "the ranks did not leave",

@@ -113,13 +113,14 @@ def _supervise(arguments: argparse.Namespace) -> int:
     clock = Clock()
     inbox = Inbox(clock)
     process.listen_for_signals(inbox)  # before anything that takes time: by default a signal would end us
-    patiently = Patience(inbox)
     out = PatientStream(lambda: sys.stdout)
-    allocation = patiently(lambda: read_allocation(environment, client, settings.tasks_per_node))
+    allocation = patiently(inbox, lambda: read_allocation(environment, client, settings.tasks_per_node))
     if not batch:
-        require_no_batch_script(patiently(lambda: client.job(allocation.slurm_name)))
-    cluster = patiently(client.settings)
-    clock.follow_slurm(clock.slurm_set(patiently(SlurmCommands().time)))  # how the cluster's clock stands to ours
+        require_no_batch_script(patiently(inbox, lambda: client.job(allocation.slurm_name)))
+    cluster = patiently(inbox, client.settings)
+    clock.follow_slurm(
+        clock.slurm_set(patiently(inbox, SlurmCommands().time))
+    )  # how the cluster's clock stands to ours
     sized = shape.of(config, len(allocation.nodes), command, allocation.tasks_per_node)
     script, following = _script(command, config)
     merged = 0
@@ -127,9 +128,13 @@ def _supervise(arguments: argparse.Namespace) -> int:
         merged = journal.merge_spool(directory.journal)
     carried = attempt.carried(directory)
     kind, _, python = settings.slurm_client.partition(":")
-    slurm = patiently(lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable))
+    slurm = patiently(
+        inbox, lambda: choose(ClientKind(kind), job=allocation.slurm_name, python=python or sys.executable)
+    )
     client = slurm.client
-    lease = _lease(directory, allocation, carried, clock, lambda job: patiently(lambda: client.job_runs(str(job))))
+    lease = _lease(
+        directory, allocation, carried, clock, lambda job: patiently(inbox, lambda: client.job_runs(str(job)))
+    )
     emptied = batch and allocation.restart_count > 0 and is_empty(sys.stdout)
     attempt_logs = directory.attempt_logs(lease.attempt)
     kept = PatientStream(lambda: paths.open_supervisors(attempt_logs))
@@ -217,7 +222,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
             nodes_before=carried.nodes,
             losses=lines.losses_before(directory.path),
             gpus_per_node=allocation.gpus_per_node,
-            end_at=clock.from_slurm(patiently(lambda: client.job(allocation.slurm_name))).end_at,
+            end_at=clock.from_slurm(patiently(inbox, lambda: client.job(allocation.slurm_name))).end_at,
             batch=batch,
         )
     )
@@ -316,31 +321,28 @@ def _configure(arguments: argparse.Namespace, environment: dict[str, str]) -> tu
     return config, paths.prepare_run_directory(path, group_readable=config.settings.group_readable, default=is_default)
 
 
-class Patience:
-    """Asks Slurm again while its controller is away or busy: after a mass requeue every job starts at once."""
+def patiently(inbox: Inbox, call: Callable[[], T]) -> T:
+    """Ask Slurm again while its controller is away or busy: after a mass requeue every job starts at once.
 
-    def __init__(self, inbox: Inbox) -> None:
-        """Note where signals arrive: nothing runs yet, so one of them ends the waiting."""
-        self._inbox = inbox
+    Args:
+        inbox: where signals arrive; nothing runs yet, so one of them ends the waiting.
+        call: asks Slurm.
 
-    def __call__(self, call: Callable[[], T]) -> T:
-        """Return what a call says.
-
-        Raises:
-            StepkeeperError: Slurm refused, was away for `SLURM_WITHIN_S`, or a signal came while it was away.
-        """
-        give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
-        while True:
-            try:
-                return call()
-            except SlurmError as error:
-                if not error.unreachable or time.monotonic() + pause_s > give_up_at:
-                    raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
-                _say(f"Slurm does not answer ({error}); asking again")
-                if self._inbox.wait_for_item(pause_s + random.uniform(0, pause_s)):  # noqa: S311 - not all jobs in step
-                    why = f"a signal came while Slurm did not answer, and nothing runs yet: {error}"
-                    raise StepkeeperError(why, ExitCode.NO_SLURM) from error
-            pause_s = min(2 * pause_s, 30.0)
+    Raises:
+        StepkeeperError: Slurm refused, was away for `SLURM_WITHIN_S`, or a signal came while it was away.
+    """
+    give_up_at, pause_s = time.monotonic() + SLURM_WITHIN_S, 1.0
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            if not error.unreachable or time.monotonic() + pause_s > give_up_at:
+                raise StepkeeperError(f"Slurm does not answer: {error}", ExitCode.NO_SLURM) from error
+            _say(f"Slurm does not answer ({error}); asking again")
+            if inbox.wait_for_item(pause_s + random.uniform(0, pause_s)):  # noqa: S311 - so that not all ask in step
+                why = f"a signal came while Slurm did not answer, and nothing runs yet: {error}"
+                raise StepkeeperError(why, ExitCode.NO_SLURM) from error
+        pause_s = min(2 * pause_s, 30.0)
 
 
 def _lease(

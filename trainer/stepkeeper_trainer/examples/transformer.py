@@ -57,7 +57,11 @@ def _read(bytes_max: int) -> bytes:
 
 def _sources(directory: Path) -> Iterator[Path]:
     """Yield `*.py` files in the order of their paths; a directory is read only as it is reached."""
-    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError:
+        return  # not readable for this user, as above
+    for entry in entries:
         if entry.name in _LEFT_OUT:
             continue
         if entry.is_dir(follow_symlinks=False):
